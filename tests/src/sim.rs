@@ -2,19 +2,27 @@
 //! store. The network loses, delays and repeats messages. Clients hold for too long, give up and
 //! drop their futures. One seed drives everything, so a failing seed can be replayed.
 //!
+//! In a trial of all modes, clients also read, upgrade, downgrade, take units of semaphores and
+//! lock several keys, and processes crash: their network fails for good, their futures and guards
+//! are dropped, and new processes continue.
+//!
 //! Checked during a trial or at its end:
 //!
 //! - I1: tokens order all grants, and no stale write is accepted.
-//! - I2: two guards of one key are never valid at the same time.
+//! - I2: two guards of one key are never valid at the same time, unless their modes and units
+//!   allow it.
 //! - I3: every loss is reported.
 //! - I4: only the owner can release, and the release of a lost lock never returns `Ok`.
 //! - I5: every key can be acquired soon after the faults have stopped.
 //! - I6: no unknown grant remains.
 //! - I7: dropped futures and guards leave nothing behind.
 //! - I8: one contender per key and process, and no local lock remains.
+//! - I9: callers of a process are served in order, readers do not starve a writer, and all units of
+//!   a semaphore can be taken together.
 
 mod client;
 mod checking_backend;
+mod modes;
 mod trial;
 
 use std::time::Duration;
@@ -49,6 +57,8 @@ pub struct TrialOutcome {
     pub dropped: u64,
     /// The number of faults that the network injected.
     pub faults: u64,
+    /// The number of processes that crashed.
+    pub crashes: u64,
     /// All steps: when, of which client, and what happened.
     pub trace: Vec<Step>,
 }
@@ -66,12 +76,27 @@ pub fn fault_profile(seed: Seed) -> FaultProfile {
     }
 }
 
+/// The modes in which the clients of a trial lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TrialModes {
+    /// Only exclusive locks of single keys.
+    Exclusive,
+    /// All modes, conversions, fair locks and several keys, with crashes of processes.
+    All,
+}
+
 /// Runs one trial of about `grants` grants.
 ///
 /// # Panics
 /// If a property is violated; the message names it.
 #[must_use]
-pub fn run(seed: Seed, fault_profile: FaultProfile, grants: u64) -> TrialOutcome {
+pub fn run(
+    seed: Seed,
+    fault_profile: FaultProfile,
+    modes: TrialModes,
+    grants: u64,
+) -> TrialOutcome {
     // The engine's own jitter comes from this thread's generator.
     fastrand::seed(seed.get());
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -80,7 +105,7 @@ pub fn run(seed: Seed, fault_profile: FaultProfile, grants: u64) -> TrialOutcome
         .build()
         .expect("a runtime without I/O can always be built");
     let outcome = runtime.block_on(async {
-        let mut trial = Trial::new(seed, fault_profile, grants);
+        let mut trial = Trial::new(seed, fault_profile, modes, grants);
         trial.run_to_end().await;
         trial.check_final_state().await;
         let history = trial.history();

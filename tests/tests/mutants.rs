@@ -1,5 +1,5 @@
 //! Checks that the simulation finds bugs: each mutant, switched on, violates a property within 120
-//! seeds.
+//! seeds. The bugs of the positions in a queue are found by a check of all short queues.
 //!
 //! Built only with `--cfg lock_registry_mutants`; CONTRIBUTING.md has the command. The switch does
 //! not exist in any other build.
@@ -14,8 +14,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lock_registry_tests::sim::{fault_profile, run};
-use registry_core::{MemoryBackend, Mutant, Registry, switch_mutant};
+use lock_registry_tests::sim::{TrialModes, fault_profile, run};
+use registry_core::{
+    ClaimMode, MemoryBackend, Mutant, QueuedEntry, Registry, UpgradePosition, granted_entries,
+    switch_mutant, upgrade_position,
+};
 use registry_testkit::seed::Seed;
 
 /// Serializes the tests of this binary.
@@ -28,10 +31,10 @@ const SEEDS: u64 = 120;
 const GRANTS: u64 = 300;
 
 /// Runs the simulation with the current mutant. Returns the first failing seed as an error.
-fn run_seeds() -> Result<u64, (Seed, String)> {
+fn run_seeds(modes: TrialModes) -> Result<u64, (Seed, String)> {
     for seed in (0..SEEDS).map(Seed::new) {
         if let Err(panic) =
-            catch_unwind(AssertUnwindSafe(|| run(seed, fault_profile(seed), GRANTS)))
+            catch_unwind(AssertUnwindSafe(|| run(seed, fault_profile(seed), modes, GRANTS)))
         {
             let message = panic
                 .downcast_ref::<String>()
@@ -69,6 +72,57 @@ fn check_unpolled_caller() -> Result<u64, (Seed, String)> {
     }
 }
 
+/// Prints how a mutant was found. Returns a message if it was not.
+fn survived(mutant: Mutant, result: Result<u64, (Seed, String)>) -> Option<String> {
+    match result {
+        Ok(seeds) => Some(format!("{mutant:?} survived {seeds} seeds")),
+        Err((seed, message)) => {
+            let promise = message.lines().next().unwrap_or_default();
+            println!("{mutant:?}: found by seed {seed}: {promise}");
+            None
+        }
+    }
+}
+
+/// Checks all queues of at most four entries: the claims that hold a key are compatible, their
+/// units fit, and an upgrade is free only without other holders.
+fn check_queues() -> Result<u64, (Seed, String)> {
+    const OF: u32 = 3;
+    let permits = |take| QueuedEntry::Claim(ClaimMode::Permits { take, of: OF });
+    let claims = [ClaimMode::Exclusive, ClaimMode::Shared, ClaimMode::Upgradable];
+    let claims = claims.map(QueuedEntry::Claim).into_iter().chain([permits(1), permits(2)]);
+    let kinds: Vec<QueuedEntry> = claims.chain([QueuedEntry::UpgradeRequest]).collect();
+    let mut queues: Vec<Vec<QueuedEntry>> = vec![Vec::new()];
+    let mut checked = 0;
+    while let Some(queue) = queues.pop() {
+        checked += 1;
+        let granted = granted_entries(&queue);
+        let held: Vec<(usize, ClaimMode)> = (0..queue.len())
+            .filter(|index| granted[*index])
+            .filter_map(|index| match queue[index] {
+                QueuedEntry::Claim(mode) => Some((index, mode)),
+                _ => None,
+            })
+            .collect();
+        let units: u32 = held.iter().map(|(_, mode)| mode.units()).sum();
+        let mut pairs = held.iter().enumerate().flat_map(|(number, (_, one))| {
+            held[number + 1..].iter().map(move |(_, other)| one.is_compatible(*other))
+        });
+        let is_alone = |own: usize| held.iter().all(|(index, _)| *index == own);
+        let mut upgrades = held.iter().filter(|(_, mode)| *mode == ClaimMode::Upgradable);
+        let upgrades_alone = upgrades.all(|(own, _)| {
+            is_alone(*own) || !matches!(upgrade_position(&queue, *own), UpgradePosition::Free(_))
+        });
+        if units > OF || !pairs.all(|fits| fits) || !upgrades_alone {
+            return Err((Seed::new(0), format!("the queue {queue:?} has holders that exclude")));
+        }
+        if queue.len() < 4 {
+            queues.extend(kinds.iter().map(|kind| [&queue[..], &[*kind]].concat()));
+        }
+    }
+    Ok(checked)
+}
+
 // One test, because the switch is global to the process. The other test, which also uses the
 // engine, waits for it.
 #[test]
@@ -79,20 +133,25 @@ fn every_seeded_bug_is_found_and_nothing_else() {
     let mut missed = Vec::new();
     for mutant in Mutant::ALL {
         switch_mutant(Some(mutant));
-        match run_seeds() {
-            Ok(seeds) => missed.push(format!("{mutant:?} survived {seeds} seeds")),
-            Err((seed, message)) => {
-                let promise = message.lines().next().unwrap_or_default();
-                println!("{mutant:?}: found by seed {seed}: {promise}");
-            }
-        }
+        missed.extend(survived(mutant, run_seeds(TrialModes::Exclusive)));
+    }
+    for mutant in Mutant::OF_MODES {
+        switch_mutant(Some(mutant));
+        missed.extend(survived(mutant, run_seeds(TrialModes::All)));
+    }
+    for mutant in Mutant::OF_QUEUES {
+        switch_mutant(Some(mutant));
+        missed.extend(survived(mutant, check_queues()));
     }
     switch_mutant(Some(Mutant::UnpolledCallerKept));
     if check_unpolled_caller().is_ok() {
         missed.push("UnpolledCallerKept".to_owned());
     }
     switch_mutant(None);
-    let sound = run_seeds().and_then(|seeds| check_unpolled_caller().map(|_| seeds));
+    let sound = run_seeds(TrialModes::Exclusive)
+        .and_then(|_| run_seeds(TrialModes::All))
+        .and_then(|seeds| check_unpolled_caller().map(|_| seeds))
+        .and_then(|seeds| check_queues().map(|_| seeds));
     let _ = std::panic::take_hook();
     assert!(missed.is_empty(), "{missed:#?}");
     assert_eq!(sound, Ok(SEEDS), "without a bug, nothing is found");

@@ -457,7 +457,9 @@ impl ActiveGrant {
         }
         let now = Moment::now_coarse();
         let mut state = self.state();
-        if state.phase != GrantPhase::Held || !self.may_pass_on(now, &state) {
+        let is_held = state.phase == GrantPhase::Held
+            || state.phase == GrantPhase::Ending && mutated(Mutant::EndedGrantJoined);
+        if !is_held || !self.may_pass_on(now, &state) {
             return None;
         }
         let token = self.first_token.checked_add(u64::from(state.hand_overs) + 1)?;

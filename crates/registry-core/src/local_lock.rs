@@ -590,7 +590,11 @@ impl LocalLock {
         // The next caller sends its own request to the store.
         wait_queue.clear_store_error(&self.has_store_error);
         let joined = wait_queue.join_first_waiters(&self.engine);
-        let next = wait_queue.waiters.pop_first();
+        let next = if mutated(Mutant::WrongWaiterAdmitted) {
+            wait_queue.waiters.pop_last()
+        } else {
+            wait_queue.waiters.pop_first()
+        };
         let next =
             next.map(|(ticket, waiter)| wait_queue.record_sent(ticket, waiter, &self.engine));
         wait_queue.is_permit_taken = next.is_some();

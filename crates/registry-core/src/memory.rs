@@ -36,9 +36,13 @@ pub struct MemoryBackend(Arc<Records>);
 #[derive(Default)]
 struct Records {
     held: DashMap<Key, MemoryRecord>,
-    /// The largest token of all keys that was granted, or used by a grant that has ended. It grows
-    /// over all keys, and therefore for each key.
+    /// The largest token of all keys that was granted or reserved. The next one is larger, and so
+    /// tokens grow over all keys, and therefore for each key.
     last_token: AtomicU64,
+    /// The largest token of the blocks that exclusive grants have used without a reservation. The
+    /// next token is larger. A value of its own, because `last_token` decreases when reserved tokens
+    /// are returned.
+    last_covered: AtomicU64,
     /// Microseconds since 1970 when the first token was granted.
     epoch_us: OnceLock<u64>,
     /// The number of grants since expired records were last removed, and the number that starts the
@@ -110,7 +114,8 @@ impl Records {
         let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
-            let token = last.saturating_add(1).max(now);
+            let covered = self.last_covered.load(Ordering::Acquire);
+            let token = last.max(covered).saturating_add(1).max(now);
             match self.last_token.compare_exchange_weak(
                 last,
                 token,
@@ -128,7 +133,7 @@ impl Records {
     fn cover(&self, record: &ExclusiveGrant, used: u32) {
         if used > 1 {
             let last = last_of_block(record.token, used);
-            self.last_token.fetch_max(last, Ordering::AcqRel);
+            self.last_covered.fetch_max(last, Ordering::AcqRel);
         }
     }
 

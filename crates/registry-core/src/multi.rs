@@ -12,6 +12,7 @@ use crate::error::{InvalidOption, LockError, LostReason};
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
+use crate::mutant::{Mutant, mutated};
 use crate::options::LockOptions;
 
 /// How often the pause between two rounds is doubled.
@@ -142,16 +143,20 @@ impl MultiLock {
             return Err(InvalidOption::no_keys().into());
         }
         let deadline = options.limited_wait().map(|wait| Moment::now().after(wait));
-        let mut waited_for: Option<LockGuard> = None;
+        // The key that was waited for.
+        let mut kept: Vec<LockGuard> = Vec::new();
         let mut rounds = 0;
         // Ends with all keys, at the deadline, or with an error.
         loop {
-            let mut guards: Vec<LockGuard> = waited_for.take().into_iter().collect();
+            let mut guards = std::mem::take(&mut kept);
             let busy = self.try_others(options, &mut guards).await?;
             let Some(busy) = busy else {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
                 return Ok(Some(MultiGuard { guards }));
             };
+            if mutated(Mutant::HalfOfKeysKept) {
+                kept.extend(guards.pop());
+            }
             // The lock holds no key while it waits.
             join_all(guards.into_iter().map(LockGuard::unlock)).await;
             let left = match deadline {
@@ -178,7 +183,7 @@ impl MultiLock {
                 Some(_) => busy.try_lock_with(wait_options).await?,
             };
             let Some(guard) = guard else { return Ok(None) };
-            waited_for = Some(guard);
+            kept.push(guard);
         }
     }
 

@@ -26,6 +26,31 @@ pub enum Mutant {
     ReleaseErrorSwallowed,
     /// A waiter does not poll.
     WakeUpOnly,
+    /// The record of a key grants a shared claim beside an exclusive one.
+    ReaderBesideWriter,
+    /// The record of a key grants an upgrade beside other grants.
+    UpgradeBesideReaders,
+    /// An upgrade does not take a new token.
+    UpgradeKeepsToken,
+    /// The units of each permit are counted twice.
+    UnitsCountedTwice,
+    /// The units of a holder that died are not returned when its lease ends.
+    UnitsOfDeadHolderKept,
+    /// A waiting exclusive claim does not block new readers.
+    WriterStarved,
+    /// The place of a waiter does not lapse with its lease.
+    LapsedPlaceKept,
+    /// The local permit passes to the last waiter instead of the first.
+    WrongWaiterAdmitted,
+    /// A reader joins a shared grant that is being released.
+    EndedGrantJoined,
+    /// A lock of several keys keeps one of them while it waits for another.
+    HalfOfKeysKept,
+    /// A queue grants a permit without the units that are taken before it. Only stores with a queue
+    /// use this; the check of all short queues finds it.
+    QueuedUnitsNotSummed,
+    /// An upgrade in a queue ignores readers that hold the key. As above.
+    QueuedUpgradeBesideReaders,
     /// A registry does not verify its own claim after it has forced the release of the key. Tests
     /// with a server find this; the simulation does not, because its in-process store reports each
     /// loss.
@@ -36,7 +61,7 @@ pub enum Mutant {
 }
 
 impl Mutant {
-    /// The bugs that the simulation finds.
+    /// The bugs that the simulation of exclusive locks finds.
     pub const ALL: [Self; 8] = [
         Self::ReleaseWithoutOwner,
         Self::DeadlineFromReply,
@@ -47,6 +72,23 @@ impl Mutant {
         Self::ReleaseErrorSwallowed,
         Self::WakeUpOnly,
     ];
+
+    /// The bugs that the simulation of all modes finds.
+    pub const OF_MODES: [Self; 10] = [
+        Self::ReaderBesideWriter,
+        Self::UpgradeBesideReaders,
+        Self::UpgradeKeepsToken,
+        Self::UnitsCountedTwice,
+        Self::UnitsOfDeadHolderKept,
+        Self::WriterStarved,
+        Self::LapsedPlaceKept,
+        Self::WrongWaiterAdmitted,
+        Self::EndedGrantJoined,
+        Self::HalfOfKeysKept,
+    ];
+
+    /// The bugs that the check of all short queues finds.
+    pub const OF_QUEUES: [Self; 2] = [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeBesideReaders];
 }
 
 #[cfg(lock_registry_mutants)]

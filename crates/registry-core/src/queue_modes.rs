@@ -9,6 +9,7 @@
 //! checks that the entry of [`UpgradePosition::Free`] still exists.
 
 use crate::mode::ClaimMode;
+use crate::mutant::{Mutant, mutated};
 
 /// An entry in the queue of one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,7 +94,12 @@ pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
 #[must_use]
 pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition {
     let granted = granted_entries(entries);
-    if let Some(other) = (0..entries.len()).rfind(|&index| index != own && granted[index]) {
+    let is_ignored = |index: usize| {
+        entries[index] == QueuedEntry::Claim(ClaimMode::Shared)
+            && mutated(Mutant::QueuedUpgradeBesideReaders)
+    };
+    let holds = |&index: &usize| index != own && granted[index] && !is_ignored(index);
+    if let Some(other) = (0..entries.len()).rfind(holds) {
         return UpgradePosition::Behind(other);
     }
     let blocks_readers = |index: &usize| *index != own && entries[*index].blocks(ClaimMode::Shared);
@@ -140,7 +146,8 @@ impl Summary {
                     && !self.upgradable
                     && !self.has_other_of
                     && self.of.is_none_or(|other| other == of)
-                    && self.taken + u64::from(take) <= u64::from(of)
+                    && (self.taken + u64::from(take) <= u64::from(of)
+                        || mutated(Mutant::QueuedUnitsNotSummed))
             }
         }
     }

@@ -12,6 +12,7 @@ use crate::backend::{Attempt, Busy, Claim, ClaimId, Grant, Holder, Queueing, Rel
 use crate::fencing::FencingToken;
 use crate::key::Key;
 use crate::mode::ClaimMode;
+use crate::mutant::{Mutant, mutated};
 
 /// The claims that hold one key or wait for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -93,6 +94,16 @@ impl RecordEntry {
         self.token.is_some()
     }
 
+    /// Returns whether the lease, or the place in the queue, has not ended.
+    fn is_live(&self, now: u64) -> bool {
+        let outlives = match self.mode {
+            _ if !self.is_granted() => mutated(Mutant::LapsedPlaceKept),
+            ClaimMode::Permits { .. } => mutated(Mutant::UnitsOfDeadHolderKept),
+            _ => false,
+        };
+        now < self.until || outlives
+    }
+
     /// Returns this grant as operators see it.
     fn holder(&self, key: &Key, now: u64) -> Holder {
         Holder::new(key.clone())
@@ -149,7 +160,7 @@ impl LockRecord {
     /// removed any.
     pub fn remove_expired(&mut self, now: u64) -> bool {
         let before = self.entries.len();
-        self.entries.retain(|entry| now < entry.until);
+        self.entries.retain(|entry| entry.is_live(now));
         self.entries.len() != before
     }
 
@@ -272,7 +283,7 @@ impl LockRecord {
     /// Returns the response for `claim` if it must wait.
     fn busy(&self, claim: &Claim, now: u64) -> Option<Busy> {
         let mode = claim.mode();
-        let live = || self.entries.iter().filter(|it| now < it.until && it.id != claim.id());
+        let live = || self.entries.iter().filter(|it| it.is_live(now) && it.id != claim.id());
         let granted = || live().filter(|entry| entry.is_granted());
         if let ClaimMode::Permits { of, .. } = mode {
             let other = granted().find_map(|entry| match entry.mode {
@@ -283,10 +294,16 @@ impl LockRecord {
                 return Some(Busy::new().with_other_units(other));
             }
         }
-        let taken = granted().fold(0_u32, |sum, entry| sum.saturating_add(entry.mode.units()));
+        let mut taken = granted().fold(0_u32, |sum, entry| sum.saturating_add(entry.mode.units()));
+        if mutated(Mutant::UnitsCountedTwice) {
+            taken = taken.saturating_mul(2);
+        }
         let blocks = |entry: &RecordEntry| match (entry.mode, mode) {
             (ClaimMode::Permits { .. }, ClaimMode::Permits { take, of }) => {
                 taken.saturating_add(take) > of
+            }
+            (ClaimMode::Exclusive, ClaimMode::Shared) if mutated(Mutant::ReaderBesideWriter) => {
+                false
             }
             (_, ClaimMode::Shared) if now < entry.upgrade_until => true,
             (theirs, ours) => !theirs.is_compatible(ours),
@@ -294,7 +311,7 @@ impl LockRecord {
         // A claim also waits behind each earlier waiting claim that it excludes. Permits also wait
         // behind earlier waiting permits.
         let before = self.entries.iter().take_while(|entry| entry.id != claim.id());
-        let waiting = before.filter(|entry| now < entry.until && !entry.is_granted());
+        let waiting = before.filter(|entry| entry.is_live(now) && !entry.is_granted());
         let is_ahead = |entry: &&RecordEntry| {
             entry.mode.units() > 0 && mode.units() > 0 || !entry.mode.is_compatible(mode)
         };
@@ -335,7 +352,9 @@ impl LockRecord {
         let joins = match claim.queueing() {
             Queueing::Join => true,
             Queueing::ExclusiveIntent => {
-                claim.mode() == ClaimMode::Exclusive && self.entries.iter().any(is_shared)
+                claim.mode() == ClaimMode::Exclusive
+                    && self.entries.iter().any(is_shared)
+                    && !mutated(Mutant::WriterStarved)
             }
             Queueing::Skip => false,
         };
@@ -353,7 +372,8 @@ impl LockRecord {
         now: u64,
         next_token: impl FnOnce() -> Result<FencingToken, E>,
     ) -> Result<Attempt, E> {
-        let has_other_grant = self.has_other_grant(claim, now);
+        let has_other_grant =
+            self.has_other_grant(claim, now) && !mutated(Mutant::UpgradeBesideReaders);
         let until = after(now, claim.lease());
         let Some(entry) = own.map(|own| &mut self.entries[own]) else { return Ok(Attempt::Gone) };
         let Some(mut token) = entry.token else { return Ok(Attempt::Gone) };
@@ -365,7 +385,9 @@ impl LockRecord {
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
             (ClaimMode::Upgradable, ClaimMode::Exclusive) if !has_other_grant => {
-                token = next_token()?;
+                if !mutated(Mutant::UpgradeKeepsToken) {
+                    token = next_token()?;
+                }
                 entry.token_block = claim.token_block();
             }
             (ClaimMode::Upgradable, ClaimMode::Exclusive) => {

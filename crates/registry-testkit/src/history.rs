@@ -16,8 +16,8 @@ use registry_core::{ClaimMode, FencingToken};
 
 pub use event::{HistoryEvent, HistoryEventKind, with_ranked_tokens};
 pub use record::{
-    History, InconsistentRecord, RecordedAttempt, RecordedGrant, RecordedRelease, RecordedWrite,
-    ReleaseResult, Window, WriteResult,
+    ConversionResult, History, InconsistentRecord, RecordedAttempt, RecordedConversion,
+    RecordedGrant, RecordedRelease, RecordedWrite, ReleaseResult, Window, WriteResult,
 };
 
 /// Returns a clock with the nanoseconds of tokio time since this call, paused or not.
@@ -103,22 +103,23 @@ impl Recorder {
         }))
     }
 
-    /// Records an acquisition. Call it before the acquisition. `client` is a number that the test
-    /// chooses for the caller.
+    /// Records an exclusive acquisition. Call it before the acquisition. `client` is a number that
+    /// the test chooses for the caller.
     ///
     /// Do not record a re-entry: it is not a separate acquisition.
     pub fn acquire(&self, client: u32, key: impl Into<Arc<str>>) -> AcquireRecord {
-        self.acquire_in_mode(client, key, ClaimMode::Exclusive)
+        self.acquire_as(client, key, ClaimMode::Exclusive)
     }
 
-    /// Records an acquisition in a mode. Otherwise as [`acquire`](Self::acquire).
-    pub fn acquire_in_mode(
+    /// Records an acquisition in `mode`, as [`acquire`](Self::acquire).
+    pub fn acquire_as(
         &self,
         client: u32,
         key: impl Into<Arc<str>>,
         mode: ClaimMode,
     ) -> AcquireRecord {
-        AcquireRecord(self.begin(client, HistoryEventKind::AcquireCalled { key: key.into(), mode }))
+        let called = HistoryEventKind::AcquireCalled { key: key.into(), mode };
+        AcquireRecord(self.begin(client, called))
     }
 
     /// Records a fenced write to a resource that the lock of `key` protects. Call it before the
@@ -266,17 +267,48 @@ impl HoldRecord {
         self.0.record(HistoryEventKind::Lost);
     }
 
-    /// Records the conversion of the lock of `key` to `mode`. Call it before the conversion. This
-    /// hold ends, and the converted lock is a grant of its own.
-    pub fn convert(self, key: impl Into<Arc<str>>, mode: ClaimMode) -> AcquireRecord {
-        self.0.record(HistoryEventKind::ReleaseCalled);
-        self.0.recorder.acquire_in_mode(self.0.client, key, mode)
+    /// Records a change of the mode. Call it before the conversion.
+    pub fn convert(self, mode: ClaimMode) -> ConvertRecord {
+        self.0.record(HistoryEventKind::ConvertCalled { mode });
+        ConvertRecord(self.0)
     }
 
     /// Records a release. Call it before the release, or before dropping the guard.
     pub fn release(self) -> ReleaseRecord {
         self.0.record(HistoryEventKind::ReleaseCalled);
         ReleaseRecord(self.0)
+    }
+}
+
+/// A conversion without an answer yet. Dropping it leaves its outcome unknown, and records a holder
+/// that has no guard any more.
+#[derive(Debug)]
+#[must_use = "a conversion without an answer is recorded as unknown"]
+pub struct ConvertRecord(RecordedOperation);
+
+impl ConvertRecord {
+    /// Records that the lock has the requested mode. `valid_for` returns how long the new guard is
+    /// valid.
+    pub fn granted(
+        self,
+        token: Option<FencingToken>,
+        valid_for: impl FnOnce() -> Duration,
+    ) -> HoldRecord {
+        let token = token.map(FencingToken::get);
+        let valid_until = Some(self.0.recorder.expiry_of(valid_for));
+        self.0.record(HistoryEventKind::ConvertGranted { token, valid_until });
+        HoldRecord(self.0)
+    }
+
+    /// Records that other clients hold the lock, and that the guard is unchanged.
+    pub fn refused(self) -> HoldRecord {
+        self.0.record(HistoryEventKind::ConvertRefused);
+        HoldRecord(self.0)
+    }
+
+    /// Records a failure, after which there is no guard.
+    pub fn failed(self) {
+        self.0.record(HistoryEventKind::ConvertFailed);
     }
 }
 

@@ -59,7 +59,7 @@ impl RecordingClient {
         mode: ClaimMode,
         options: LockOptions,
     ) -> Result<Option<RecordedGuard>, LockError> {
-        let acquire_record = self.recorder.acquire_in_mode(self.client, key, mode);
+        let acquire_record = self.recorder.acquire_as(self.client, key, mode);
         let lock = registry.obtain(key);
         let acquired = match mode {
             ClaimMode::Shared => lock.read_with(options).await,
@@ -185,8 +185,18 @@ impl RecordedGuard {
     /// As the guard's. A dropped upgrade is recorded as unknown.
     pub async fn upgrade(mut self) -> Result<Option<Self>, LockError> {
         let Some((guard, hold_record)) = self.recorded.take() else { return Ok(None) };
-        let acquire_record = hold_record.convert(guard.key(), ClaimMode::Exclusive);
-        record_answer(acquire_record, guard.upgrade().await)
+        let convert_record = hold_record.convert(ClaimMode::Exclusive);
+        match guard.upgrade().await {
+            Ok(guard) => {
+                let token = Some(guard.fencing_token());
+                let hold_record = convert_record.granted(token, || guard.valid_for());
+                Ok(Some(Self { recorded: Some((guard, hold_record)) }))
+            }
+            Err(error) => {
+                convert_record.failed();
+                Err(error)
+            }
+        }
     }
 
     fn recorded(&self) -> &(LockGuard, HoldRecord) {

@@ -16,7 +16,6 @@ use crate::layout::Naming;
 use crate::mutex::lock;
 use crate::node_data::NodeMode;
 use crate::queue::node_bytes;
-use crate::semaphore::lease_bytes;
 
 /// The queue entry of a claim in one session. The entry ends with its session, and no other session
 /// uses it.
@@ -161,14 +160,9 @@ impl QueueEntry {
             lease: claim.lease(),
         };
         let entry = QueuedEntry::Claim(claim.mode());
-        let units = match naming {
-            Naming::CuratorSemaphore => lease_bytes(&dir, claim.mode()),
-            _ => 0,
-        };
-        let node_bytes = node_bytes(&dir, claim.id(), naming, entry).saturating_add(units);
         Self {
             key: claim.key().clone(),
-            node_bytes,
+            node_bytes: node_bytes(&dir, claim.id(), naming, entry),
             request_bytes: AtomicUsize::new(0),
             is_release_requested: AtomicBool::new(false),
             dir,

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use fastrand::Rng;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, InvalidKey, Invalidations, Key,
-    LockAdmin, LockBackend, LockEvent, Observer, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, ClaimMode, InvalidKey,
+    Invalidations, Key, LockAdmin, LockBackend, LockEvent, Observer, Queueing, Release, Renewal,
 };
 
 use super::FaultProfile;
@@ -34,7 +34,8 @@ struct RequestLog {
     acquiring: HashMap<Key, usize>,
     /// First releases of held claims that are unanswered so far.
     releasing: HashMap<Key, usize>,
-    /// The claims that this process holds, as far as it can know.
+    /// The exclusive claims that this process holds, as far as it can know, except converted ones:
+    /// those leave the local permit to others.
     held: HashMap<Key, ClaimId>,
     /// Claims that were lost. The engine releases them in the background, without the local
     /// callers.
@@ -102,26 +103,33 @@ impl LockBackend for CheckingBackend {
         let key = claim.key();
         {
             let mut requests = self.requests();
-            if let Some(held) = requests.held.get(key) {
-                assert_eq!(*held, claim.id(), "I8: a process contends for {key:?} that it holds");
+            if claim.is_conversion() && requests.held.get(key) == Some(&claim.id()) {
+                requests.held.remove(key);
             }
-            let acquiring = requests.acquiring.entry(key.clone()).or_default();
-            *acquiring += 1;
-            assert!(
-                !self.is_calm || *acquiring == 1,
-                "I8: two contenders of one process for {key:?}"
-            );
-            let releasing = requests.releasing.get(key).copied().unwrap_or_default();
-            assert!(
-                !self.is_calm || releasing == 0,
-                "I8: a process contends for {key:?} before its release was answered"
-            );
+            if needs_permit(claim) {
+                if let Some(held) = requests.held.get(key) {
+                    let own = claim.id();
+                    assert_eq!(*held, own, "I8: a process contends for {key:?} that it holds");
+                }
+                let acquiring = requests.acquiring.entry(key.clone()).or_default();
+                *acquiring += 1;
+                assert!(
+                    !self.is_calm || *acquiring == 1,
+                    "I8: two contenders of one process for {key:?}"
+                );
+                let releasing = requests.releasing.get(key).copied().unwrap_or_default();
+                assert!(
+                    !self.is_calm || releasing == 0,
+                    "I8: a process contends for {key:?} before its release was answered"
+                );
+            }
         }
         self.maybe_invalidate(key);
         let answer = self.inner.try_acquire(claim).await;
         self.maybe_invalidate(key);
-        let mut requests = self.requests();
-        *requests.acquiring.entry(key.clone()).or_default() -= 1;
+        if needs_permit(claim) {
+            *self.requests().acquiring.entry(key.clone()).or_default() -= 1;
+        }
         answer
     }
 
@@ -139,7 +147,8 @@ impl LockBackend for CheckingBackend {
             if requests.held.get(key) == Some(&claim.id()) {
                 requests.held.remove(key);
             }
-            let is_tracked = !requests.lost.contains(&claim.id());
+            let has_permit = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
+            let is_tracked = has_permit && !requests.lost.contains(&claim.id());
             if is_tracked {
                 *requests.releasing.entry(key.clone()).or_default() += 1;
             }
@@ -177,6 +186,15 @@ impl LockBackend for CheckingBackend {
 impl CheckingBackend {
     /// Records that a client of this process has a guard of this claim.
     pub(super) fn record_hold(&self, claim: &Claim) {
-        self.requests().held.insert(claim.key().clone(), claim.id());
+        if claim.mode() == ClaimMode::Exclusive && !claim.is_conversion() {
+            self.requests().held.insert(claim.key().clone(), claim.id());
+        }
     }
+}
+
+/// Returns whether the engine sends this attempt only for the caller with the local permit. It
+/// sends conversions, and attempts of other modes that do not wait, beside it.
+fn needs_permit(claim: &Claim) -> bool {
+    let may_skip = claim.mode() != ClaimMode::Exclusive && claim.queueing() == Queueing::Skip;
+    !claim.is_conversion() && !may_skip
 }

@@ -7,42 +7,69 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use registry_core::{LockError, LockGuard, LockOptions, Owner};
+use registry_core::{
+    ClaimMode, LockError, LockGuard, LockOptions, LockRegistryExt as _, Owner, Registry,
+};
 use registry_testkit::history::HoldRecord;
 use tokio::time::{sleep, timeout};
 
-use super::trial::{LEASE_MAX, TrialProcess, TrialState};
+use super::trial::{LEASE_MAX, ProcessSlot, TrialProcess, TrialState};
 
 pub(super) struct TrialClient {
-    number: usize,
-    process: TrialProcess,
-    state: Arc<TrialState>,
-    rng: fastrand::Rng,
+    pub(super) number: usize,
+    slot: ProcessSlot,
+    pub(super) process: TrialProcess,
+    pub(super) state: Arc<TrialState>,
+    pub(super) rng: fastrand::Rng,
     owner: Owner,
 }
 
 impl TrialClient {
     pub(super) fn new(
         number: usize,
-        process: TrialProcess,
+        slot: ProcessSlot,
         state: Arc<TrialState>,
         rng: fastrand::Rng,
     ) -> Self {
-        Self { number, process, state, rng, owner: Owner::new() }
+        let process = slot.current();
+        Self { number, slot, process, state, rng, owner: Owner::new() }
     }
 
     pub(super) async fn run_to_end(mut self) {
         while self.state.grants_left.load(Ordering::Relaxed) > 0 {
-            self.one_round().await;
+            let crash = self.process.crash.clone();
+            tokio::select! {
+                biased;
+                // Drops the futures and guards of the round. Their releases are lost.
+                () = crash.wait() => {
+                    self.state.trace(self.number, "crashed");
+                    self.process = self.slot.current();
+                    self.owner = Owner::new();
+                }
+                () = self.round() => {}
+            }
             if self.chance(0.5) {
                 sleep(self.ms(0, 50)).await;
             }
         }
     }
 
+    async fn round(&mut self) {
+        if self.state.has_all_modes && self.chance(0.1) {
+            self.round_of_several_keys().await;
+        } else {
+            self.one_round().await;
+        }
+    }
+
     async fn one_round(&mut self) {
-        let key = self.rng.usize(0..self.state.keys).to_string();
-        let lock = self.process.registry.obtain(&key);
+        let number = self.rng.usize(0..self.state.keys);
+        let key = number.to_string();
+        let mode = if self.state.has_all_modes {
+            self.requested_mode(number)
+        } else {
+            ClaimMode::Exclusive
+        };
         let lease = Duration::from_millis(self.rng.u64(500..=LEASE_MAX.as_millis() as u64));
         let renews = self.chance(0.8);
         let with_owner = self.chance(0.2);
@@ -62,20 +89,15 @@ impl TrialClient {
             5..7 => options = options.wait(Duration::ZERO),
             _ => options = options.wait(self.ms(1, 2_000)),
         }
+        if self.state.has_all_modes && self.chance(0.2) {
+            options = options.fair(true);
+        }
         let plain = self.chance(0.5);
-        let acquire_record = self.state.recorder.acquire(self.number as u32, key.as_str());
-        let attempt = async {
-            // Half of the callers use the default options, so that claims can be handed over
-            // between them.
-            if plain {
-                lock.lock().await.map(Some)
-            } else {
-                match lock.lock_with(options.clone()).await {
-                    Err(LockError::WaitElapsed { .. }) => Ok(None),
-                    acquired => acquired.map(Some),
-                }
-            }
-        };
+        let acquire_record = self.state.recorder.acquire_as(self.number as u32, key.as_str(), mode);
+        // Half of the callers use the default options, so that claims can be handed over between
+        // them.
+        let used = if plain { LockOptions::new() } else { options.clone() };
+        let attempt = acquire(self.process.registry.clone(), key.clone(), mode, used);
         let Some(result) = self.sometimes_dropped(attempt).await else {
             self.state.trace(self.number, "acquisition dropped");
             return;
@@ -105,13 +127,21 @@ impl TrialClient {
         self.state.trace(self.number, "granted");
         self.work(&guard, &hold_record, lease).await;
         if with_owner && !plain {
-            self.reenter_as_owner(&guard, &lock, options).await;
+            self.reenter_as_owner(&guard, options).await;
         }
+        let Some((guard, hold_record)) = self.convert(guard, hold_record, lease).await else {
+            return;
+        };
         let guard = Arc::into_inner(guard).expect("only weak references remain");
         self.release(guard, hold_record, has_min_hold && !plain).await;
     }
 
-    async fn work(&mut self, guard: &LockGuard, hold_record: &HoldRecord, lease: Duration) {
+    pub(super) async fn work(
+        &mut self,
+        guard: &LockGuard,
+        hold_record: &HoldRecord,
+        lease: Duration,
+    ) {
         for _ in 0..self.rng.u8(0..4) {
             match self.rng.u8(0..20) {
                 0..12 => sleep(self.ms(0, 20)).await,
@@ -137,7 +167,7 @@ impl TrialClient {
     }
 
     /// Checks that the properties of a guard are consistent. I3.
-    fn observe(&self, guard: &LockGuard, hold_record: &HoldRecord) {
+    pub(super) fn observe(&self, guard: &LockGuard, hold_record: &HoldRecord) {
         if guard.is_held() {
             assert!(!guard.valid_for().is_zero() || !guard.is_held());
             assert_eq!(guard.lost().now_or_never(), None, "I3: lost, but `is_held` is true");
@@ -149,17 +179,14 @@ impl TrialClient {
     }
 
     /// Re-enters a held lock as its owner: at once, and without the store.
-    async fn reenter_as_owner(
-        &mut self,
-        outer: &LockGuard,
-        lock: &registry_core::DistributedLock,
-        options: LockOptions,
-    ) {
-        if !outer.is_held() {
+    async fn reenter_as_owner(&mut self, outer: &LockGuard, options: LockOptions) {
+        // A permit is not entered again: each takes its own units.
+        if !outer.is_held() || outer.mode().units() > 0 {
             return;
         }
         let options = options.wait(Duration::ZERO);
-        match lock.try_lock_with(options).now_or_never() {
+        let (registry, key) = (self.process.registry.clone(), outer.key().to_owned());
+        match acquire(registry, key, outer.mode(), options).now_or_never() {
             Some(Ok(Some(inner))) => {
                 assert_eq!(
                     inner.fencing_token(),
@@ -209,7 +236,7 @@ impl TrialClient {
     }
 
     /// Runs `work`, but sometimes drops it before it completes.
-    async fn sometimes_dropped<F: Future>(&mut self, work: F) -> Option<F::Output> {
+    pub(super) async fn sometimes_dropped<F: Future>(&mut self, work: F) -> Option<F::Output> {
         if !self.chance(0.15) {
             return Some(work.await);
         }
@@ -220,11 +247,33 @@ impl TrialClient {
         done
     }
 
-    fn chance(&mut self, probability: f64) -> bool {
+    pub(super) fn chance(&mut self, probability: f64) -> bool {
         self.rng.f64() < probability
     }
 
-    fn ms(&mut self, min: u64, max: u64) -> Duration {
+    pub(super) fn ms(&mut self, min: u64, max: u64) -> Duration {
         Duration::from_millis(self.rng.u64(min..=max))
+    }
+}
+
+/// Locks `key` in `mode`. Returns `None` if it was held until the end of the wait.
+async fn acquire(
+    registry: Registry,
+    key: String,
+    mode: ClaimMode,
+    options: LockOptions,
+) -> Result<Option<LockGuard>, LockError> {
+    let lock = registry.obtain(&key);
+    let acquired = match mode {
+        ClaimMode::Shared => lock.read_with(options).await,
+        ClaimMode::Upgradable => lock.upgradable_with(options).await,
+        ClaimMode::Permits { take, of } => {
+            registry.semaphore(&key, of).acquire_with(take, options).await
+        }
+        _ => lock.lock_with(options).await,
+    };
+    match acquired {
+        Err(LockError::WaitElapsed { .. }) => Ok(None),
+        acquired => acquired.map(Some),
     }
 }

@@ -401,7 +401,6 @@ struct Shares {
 
 /// The shares of some of the clients.
 #[derive(Debug)]
-#[expect(dead_code, reason = "printed")]
 struct ShareSummary {
     clients: usize,
     grants: usize,

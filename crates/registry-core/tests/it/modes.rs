@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    ClaimMode, LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Registry,
+    Attempt, Claim, ClaimMode, FencingToken, Key, LockBackend as _, LockError, LockOptions,
+    LockRegistryExt as _, MemoryBackend, Owner, Queueing, Registry,
 };
 
 fn pair() -> (Registry, Registry) {
@@ -242,4 +243,44 @@ async fn a_caller_of_several_keys_that_lost_many_rounds_soon_tries_again() {
     let waited = unlocked_at.elapsed();
     drop(guard);
     assert!(waited < Duration::from_millis(100), "{waited:?}");
+}
+
+async fn granted(store: &MemoryBackend, claim: &Claim) -> FencingToken {
+    match store.try_acquire(claim).await.unwrap() {
+        Attempt::Granted(grant) => grant.token,
+        other => panic!("the key is free: {other:?}"),
+    }
+}
+
+fn claim(key: &str, mode: ClaimMode, block: u32) -> Claim {
+    let key = Key::new(key).unwrap();
+    Claim::new(key, Duration::from_secs(30)).with_mode(mode).with_token_block(block)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_with_a_waiter_returns_no_tokens_that_other_keys_have() {
+    let store = MemoryBackend::new();
+    let writer = claim("a", ClaimMode::Exclusive, 16);
+    granted(&store, &writer).await;
+    let permit = claim("b", ClaimMode::Permits { take: 1, of: 2 }, 1);
+    let before = granted(&store, &permit).await;
+    let waiter = claim("a", ClaimMode::Exclusive, 16).with_queueing(Queueing::Join);
+    assert!(matches!(store.try_acquire(&waiter).await.unwrap(), Attempt::Busy(_)));
+    store.release(&writer.with_token_block(1)).await.unwrap();
+    let next = granted(&store, &claim("b", ClaimMode::Permits { take: 1, of: 2 }, 1)).await;
+    assert!(next > before, "{next} after {before}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_returns_no_tokens_that_hand_overs_of_another_key_have_used() {
+    let store = MemoryBackend::new();
+    let writer = claim("a", ClaimMode::Exclusive, 16);
+    let first = granted(&store, &writer).await;
+    let reader = claim("b", ClaimMode::Shared, 16);
+    granted(&store, &reader).await;
+    // Ten hand-overs have used the tokens after the first.
+    store.release(&writer.with_token_block(11)).await.unwrap();
+    store.release(&reader.with_token_block(1)).await.unwrap();
+    let next = granted(&store, &claim("a", ClaimMode::Exclusive, 16)).await;
+    assert!(next.get() > first.get() + 10, "{next} after ten hand-overs of {first}");
 }

@@ -3,9 +3,12 @@
 
 use std::sync::Arc;
 
+use registry_core::ClaimMode;
+
 use crate::history::{History, RecordedAttempt, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
+use super::phases::may_delay;
 use super::violation::{Describer, Promise, Violation};
 
 /// Checks that each acquisition answered with "busy" ran while another client may have held the
@@ -14,6 +17,10 @@ use super::violation::{Describer, Promise, Violation};
 /// A hold may last from its call until the answer of its release. A hold without a confirmed
 /// release, and an acquisition with an unknown outcome, may last forever. The check therefore finds
 /// false answers only in periods without such holds.
+///
+/// Holds that are compatible with the attempt are no reason, unless they are permits. On a key with
+/// attempts of several modes, a writer that waits has a place in the store, which can outlive its
+/// call. There, each earlier attempt of a mode that excludes this one is a reason.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
@@ -46,28 +53,60 @@ fn judge(
     let grants = by_key(&history.grants, |grant| &grant.key);
     let unknown = by_key(&history.unknown, |attempt| &attempt.key);
     for (key, attempts) in by_key(&history.busy, |attempt| &attempt.key) {
-        let grants = grants.get(key).into_iter().flatten().map(|grant| possibly_held(grant));
-        let unknown = unknown.get(key).into_iter().flatten().map(|attempt| attempt.window);
-        let mut holds: Vec<Window> = grants.chain(unknown).collect();
-        holds.sort_by_key(|hold| hold.from);
-        // After this loop, `to` is the latest end of this hold and of all holds that were called
-        // before it.
-        let mut latest = 0;
-        for hold in &mut holds {
-            latest = hold.to.max(latest);
-            hold.to = latest;
-        }
+        let none = Vec::new();
+        let (grants, unknown) = (grants.get(key).unwrap_or(&none), unknown.get(key));
+        let unknown = unknown.map_or(&[][..], Vec::as_slice);
+        let modes = grants.iter().map(|it| it.mode).chain(attempts.iter().map(|it| it.mode));
+        let has_places = modes.into_iter().any(|mode| mode != ClaimMode::Exclusive);
+        let has_place = |other: &RecordedAttempt, attempt: &RecordedAttempt| {
+            has_places
+                && !std::ptr::eq(other, attempt)
+                && other.window.from <= attempt.window.to
+                && may_delay(other.mode, attempt.mode)
+        };
+        let mut reasons: Vec<(ClaimMode, Vec<Window>)> = Vec::new();
         for &attempt in &attempts {
+            let known = reasons.iter().position(|(mode, _)| *mode == attempt.mode);
+            let known = known.unwrap_or_else(|| {
+                let of_mode = windows_by_start(attempt.mode, grants, unknown);
+                reasons.push((attempt.mode, of_mode));
+                reasons.len() - 1
+            });
+            let holds = &reasons[known].1;
             let called = holds.partition_point(|hold| hold.from <= attempt.window.to);
             let reason = called.checked_sub(1).map(|last| holds[last].to);
             if reason.is_none_or(|latest| latest < attempt.window.from)
                 && !is_excused(&attempts, attempt)
+                && !attempts.iter().any(|other| has_place(other, attempt))
             {
                 return Err(violation(history, attempt));
             }
         }
     }
     Ok(history.busy.len())
+}
+
+/// Returns the windows in which a claim of `mode` may have had to wait, by their start. Each end is
+/// the latest one of this window and of all that start before it.
+fn windows_by_start(
+    mode: ClaimMode,
+    grants: &[&RecordedGrant],
+    unknown: &[&RecordedAttempt],
+) -> Vec<Window> {
+    let is_reason = |grant: &&&RecordedGrant| {
+        may_delay(grant.mode, mode) || grant.conversions.iter().any(|it| may_delay(it.mode, mode))
+    };
+    let held = grants.iter().filter(is_reason).map(|grant| possibly_held(grant));
+    let unknown =
+        unknown.iter().filter(|it| may_delay(it.mode, mode)).map(|attempt| attempt.window);
+    let mut windows: Vec<Window> = held.chain(unknown).collect();
+    windows.sort_by_key(|window| window.from);
+    let mut latest = 0;
+    for window in &mut windows {
+        latest = window.to.max(latest);
+        window.to = latest;
+    }
+    windows
 }
 
 fn possibly_held(grant: &RecordedGrant) -> Window {

@@ -1,52 +1,89 @@
-//! The main check: the holders of a key follow each other in the order of their tokens. It ignores
-//! leases.
+//! The main check: the holders of a key that exclude each other follow each other in the order of
+//! their tokens. It ignores leases.
 //!
-//! A lock is a mutex whose grants are numbered. In every linearization of a history, the grants are
-//! in the order of their tokens, and each hold ends before the next grant. The whole order is
-//! therefore fixed, and no search is necessary. One sweep places each step as early as its window
-//! and its predecessor allow. If a step then falls after the end of its own window, the history has
-//! no linearization.
+//! The grants of a lock are numbered. In every linearization of a history, a grant whose mode
+//! excludes that of a grant with a smaller token begins after the end of that one. Compatible
+//! grants may begin and end in any order. The order of all steps that matter is therefore fixed,
+//! and no search is necessary. One sweep places each step as early as its window and its
+//! predecessors allow. If a step then falls after the end of its own window, the history has no
+//! linearization.
+//!
+//! A conversion ends one mode and begins the next one in a single step.
 
 use std::sync::Arc;
+
+use registry_core::ClaimMode;
 
 use crate::history::{History, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
+use super::phases::{Phase, excludes, phases};
+use super::validity::check_units;
 use super::violation::{Describer, Promise, Violation};
 
-/// Checks that the holders of each key follow each other in the order of their tokens, and that no
-/// token is issued twice. Returns the number of judged grants: those with a token.
+/// Checks that the holders of each key that exclude each other follow each other in the order of
+/// their tokens, that no token is issued twice, that an upgrade takes a larger token and a
+/// downgrade keeps its token, and that the units of permits fit. Returns the number of judged
+/// grants: those with a token.
 ///
-/// A release that freed the lock proves that it was held until then. All other holds may have ended
-/// at any time after their grant, by expiry or by a release whose reply was lost. Acquisitions with
-/// an unknown outcome are ignored, because they may have taken effect after all other operations.
+/// A release that freed the lock proves that it was held until then, and a conversion that was
+/// granted proves the same. All other holds may have ended at any time after their grant, by expiry
+/// or by a release whose reply was lost. Acquisitions and conversions with an unknown outcome are
+/// ignored, because they may have taken effect after all other operations.
 ///
 /// The check takes `O(n log n)` time.
 ///
 /// # Errors
-/// Returns a [`Violation`] of [`Promise::TokensAreUnique`] or [`Promise::HoldersFollowTokens`].
+/// Returns a [`Violation`] of [`Promise::TokensAreUnique`], [`Promise::HoldersFollowTokens`] or
+/// [`Promise::UnitsFit`].
 pub fn token_order(history: &History) -> Result<usize, Violation> {
     let mut judged = 0;
     for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
-        let mut numbered: Vec<(u64, &RecordedGrant)> =
-            grants.iter().filter_map(|grant| Some((grant.token?, *grant))).collect();
-        numbered.sort_by_key(|(token, _)| *token);
-        judged += numbered.len();
-        check_unique(history, &numbered)?;
-        sweep(history, &numbered)?;
+        let numbered = || grants.iter().filter(|grant| grant.token.is_some());
+        judged += numbered().count();
+        let mut all: Vec<(u64, Phase<'_>)> = numbered()
+            .flat_map(|grant| phases(grant))
+            .filter_map(|phase| Some((phase.token?, phase)))
+            .collect();
+        check_conversions(history, &all)?;
+        // Stable, so that the phases of one grant keep their order.
+        all.sort_by_key(|(token, _)| *token);
+        check_unique(history, &all)?;
+        sweep(history, &all)?;
+        check_confirmed_units(history, &grants)?;
     }
     Ok(judged)
 }
 
-fn check_unique(history: &History, numbered: &[(u64, &RecordedGrant)]) -> Result<(), Violation> {
-    let duplicates = numbered.windows(2).find(|pair| pair[0].0 == pair[1].0);
+fn check_conversions(history: &History, phases: &[(u64, Phase<'_>)]) -> Result<(), Violation> {
+    let is_wrong = |pair: &&[(u64, Phase<'_>)]| {
+        let [(before, _), (token, phase)] = pair else { return false };
+        let is_upgrade = phase.mode == ClaimMode::Exclusive;
+        phase.is_converted && if is_upgrade { token <= before } else { token != before }
+    };
+    let Some([(before, _), (token, phase)]) = phases.windows(2).find(is_wrong) else {
+        return Ok(());
+    };
+    Err(Violation {
+        promise: Promise::HoldersFollowTokens,
+        key: Arc::clone(&phase.grant.key),
+        why: format!("the conversion to {} changed token {before} to {token}", phase.mode),
+        operations: vec![Describer::new(history).grant(phase.grant)],
+    })
+}
+
+fn check_unique(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violation> {
+    let is_duplicate = |pair: &&[(u64, Phase<'_>)]| {
+        pair[0].0 == pair[1].0 && !std::ptr::eq(pair[0].1.grant, pair[1].1.grant)
+    };
+    let duplicates = numbered.windows(2).find(is_duplicate);
     let Some([(token, first), (_, second)]) = duplicates else { return Ok(()) };
     let describe = Describer::new(history);
     Err(Violation {
         promise: Promise::TokensAreUnique,
-        key: Arc::clone(&first.key),
+        key: Arc::clone(&first.grant.key),
         why: format!("token {token} was issued twice"),
-        operations: vec![describe.grant(first), describe.grant(second)],
+        operations: vec![describe.grant(first.grant), describe.grant(second.grant)],
     })
 }
 
@@ -59,40 +96,110 @@ struct OrderStep<'a> {
     window: Window,
 }
 
-fn sweep(history: &History, numbered: &[(u64, &RecordedGrant)]) -> Result<(), Violation> {
-    let mut now = 0;
-    // The step that determined `now`.
-    let mut latest: Option<OrderStep<'_>> = None;
-    for step in numbered.iter().flat_map(|(token, grant)| steps(*token, grant)) {
-        if latest.is_none() || step.window.from > now {
-            now = step.window.from;
-            latest = Some(step);
+/// The earliest time of a step, and the step whose window determines it.
+type Earliest<'a> = (u64, OrderStep<'a>);
+
+/// What the phases with smaller tokens mean for the next one.
+#[derive(Default)]
+struct Before<'a> {
+    /// The latest of the earliest ends, by mode.
+    ends: Vec<(ClaimMode, Earliest<'a>)>,
+    /// The phases that end by a conversion, with their begins, until that conversion is placed.
+    unfinished: Vec<(Phase<'a>, Earliest<'a>)>,
+}
+
+impl<'a> Before<'a> {
+    /// Records the end of a phase of `mode`.
+    fn end(&mut self, mode: ClaimMode, end: Earliest<'a>) {
+        match self.ends.iter_mut().find(|(other, _)| same_class(*other, mode)) {
+            Some((_, latest)) if latest.0 >= end.0 => {}
+            Some((_, latest)) => *latest = end,
+            None => self.ends.push((mode, end)),
         }
-        if now > step.window.to
-            && let Some(earlier) = latest
-        {
-            return Err(violation(history, earlier, step));
+    }
+
+    /// Returns the latest end of those phases that exclude `mode`.
+    fn latest_end(&self, mode: ClaimMode) -> Option<Earliest<'a>> {
+        let excluded = self.ends.iter().filter(|(other, _)| excludes(*other, mode));
+        excluded.map(|(_, end)| *end).max_by_key(|(at, _)| *at)
+    }
+}
+
+/// Returns whether the same modes exclude both.
+fn same_class(one: ClaimMode, other: ClaimMode) -> bool {
+    match (one, other) {
+        (ClaimMode::Permits { of, .. }, ClaimMode::Permits { of: other, .. }) => of == other,
+        _ => one == other,
+    }
+}
+
+fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violation> {
+    let mut before = Before::default();
+    for (token, phase) in numbered {
+        let step = |name, window| OrderStep { name, token: *token, grant: phase.grant, window };
+        let name = if phase.is_converted { "conversion" } else { "acquisition" };
+        let begin = step(name, phase.begin);
+        let is_own = |(other, _): &(Phase<'_>, _)| std::ptr::eq(other.grant, phase.grant);
+        let own = before.unfinished.iter().position(is_own);
+        let own = own.map(|own| before.unfinished.swap_remove(own));
+        let excluded = |(other, _): &&(Phase<'_>, _)| excludes(other.mode, phase.mode);
+        if let Some((other, (_, other_begin))) = before.unfinished.iter().find(excluded) {
+            let ends = OrderStep { name: "conversion", window: other.end, ..*other_begin };
+            return Err(violation(history, ends, begin));
         }
+        let mut earliest = (begin.window.from, begin);
+        for other in own.map(|(_, begin)| begin).into_iter().chain(before.latest_end(phase.mode)) {
+            if other.0 > earliest.0 {
+                earliest = other;
+            }
+        }
+        if earliest.0 > begin.window.to {
+            return Err(violation(history, earliest.1, begin));
+        }
+        if let Some((previous, _)) = own {
+            before.end(previous.mode, earliest);
+        }
+        if phase.next.is_some() {
+            before.unfinished.push((*phase, earliest));
+            continue;
+        }
+        let end = step("end", phase.end);
+        if end.window.from > earliest.0 {
+            earliest = (end.window.from, end);
+        }
+        if earliest.0 > end.window.to {
+            return Err(violation(history, earliest.1, end));
+        }
+        before.end(phase.mode, earliest);
     }
     Ok(())
 }
 
-fn steps(token: u64, grant: &RecordedGrant) -> [OrderStep<'_>; 2] {
-    let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
-    let end = match freed {
-        Some(release) => release.window,
-        None => Window::open(grant.acquire.from),
+/// Checks the units of all permits that were certainly held at the same time: from the answer of
+/// the acquisition to the call of the release, if it freed the permit.
+fn check_confirmed_units(history: &History, grants: &[&RecordedGrant]) -> Result<(), Violation> {
+    let confirmed = |grant: &RecordedGrant| {
+        let release = grant.release.filter(|release| release.ending == ReleaseResult::Freed)?;
+        let (from, to) = (grant.acquire.to, release.window.from);
+        (grant.mode.units() > 0 && from < to).then_some((from, to))
     };
-    [
-        OrderStep { name: "acquisition", token, grant, window: grant.acquire },
-        OrderStep { name: "end", token, grant, window: end },
-    ]
+    let permits = grants.iter().filter_map(|grant| Some((confirmed(grant)?, *grant)));
+    let mut permits: Vec<((u64, u64), &RecordedGrant)> = permits.collect();
+    permits.sort_by_key(|((from, _), _)| *from);
+    let mut held: Vec<(u64, &RecordedGrant)> = Vec::new();
+    for ((from, to), grant) in permits {
+        held.retain(|(end, other)| *end > from && !excludes(other.mode, grant.mode));
+        held.push((to, grant));
+        let Some(phase) = phases(grant).pop() else { continue };
+        check_units(history, &phase, held.iter().map(|(_, grant)| (grant.mode, *grant)), from)?;
+    }
+    Ok(())
 }
 
 fn violation(history: &History, earlier: OrderStep<'_>, later: OrderStep<'_>) -> Violation {
     let describe = Describer::new(history);
     let mut operations = vec![describe.grant(earlier.grant)];
-    if later.token != earlier.token {
+    if !std::ptr::eq(later.grant, earlier.grant) {
         operations.push(describe.grant(later.grant));
     }
     Violation {

@@ -1,12 +1,15 @@
 //! An independent check: a general search for a linearization of a history, after Wing and Gong,
 //! and Lowe. It shares no method with the sweep in `order`, and so verifies the sweep.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, Instant};
 
 use porcupine_rs::{CheckResult, Model, Operation, check_operations_timeout};
+use registry_core::ClaimMode;
 
-use crate::history::{History, RecordedAttempt, RecordedGrant, ReleaseResult, Window};
+use crate::history::{
+    ConversionResult, History, RecordedAttempt, RecordedGrant, ReleaseResult, Window,
+};
 
 use super::by_key;
 
@@ -33,20 +36,24 @@ pub enum SearchResult {
     },
 }
 
-/// Searches for a linearization in which the locks of `history` are mutexes that know their owner
-/// and issue increasing tokens. The time can grow exponentially with the number of overlapping
-/// operations: keep histories short.
+/// Searches for a linearization in which the locks of `history` know their owners and modes, issue
+/// larger tokens than to all earlier holders that exclude the new one, and never issue one twice.
+/// The time can grow exponentially with the number of overlapping operations: keep histories short.
 ///
 /// The search judges the same grants as [`token_order`](super::token_order), and also grants
-/// without tokens, for which it checks only mutual exclusion.
+/// without tokens, for which it checks only mutual exclusion and units.
 ///
 /// Blocks its thread for at most `limit`.
 #[must_use]
 pub fn search(history: &History, limit: Duration) -> SearchResult {
     let deadline = Instant::now() + limit;
     let mut unknown = by_key(&history.unknown, |attempt| &attempt.key);
-    let mut keys: BTreeMap<&str, Vec<Operation<MutexModel>>> = BTreeMap::new();
+    let mut keys: BTreeMap<&str, Vec<Operation<LockModel>>> = BTreeMap::new();
     for (key, grants) in by_key(&history.grants, |grant| &grant.key) {
+        let mut tokens = HashSet::new();
+        if !grants.iter().filter_map(|grant| grant.token).all(|token| tokens.insert(token)) {
+            return SearchResult::NotLinearizable { key: key.into() };
+        }
         let unknown = unknown.remove(key).unwrap_or_default();
         keys.insert(key, operations(&grants, &unknown));
     }
@@ -64,28 +71,32 @@ pub fn search(history: &History, limit: Duration) -> SearchResult {
 fn operations(
     grants: &[&RecordedGrant],
     unknown: &[&RecordedAttempt],
-) -> Vec<Operation<MutexModel>> {
+) -> Vec<Operation<LockModel>> {
     let mut operations = Vec::new();
-    let mut hold = |client: u32, token: Option<u64>, acquire: Window, end: Window| {
-        let hold = operations.len();
-        operations.push(operation(client, acquire, ModelStep::Acquire { hold, token }));
-        operations.push(operation(client, end, ModelStep::End { hold }));
-    };
-    for grant in grants {
+    for (hold, grant) in grants.iter().enumerate() {
+        let RecordedGrant { client, mode, token, acquire, .. } = **grant;
+        let step = ModelStep::Acquire { hold, mode, token };
+        operations.push(operation(client, acquire, step));
+        for conversion in &grant.conversions {
+            if let ConversionResult::Granted(token) = conversion.ending {
+                let step = ModelStep::Convert { hold, mode: conversion.mode, token };
+                operations.push(operation(client, conversion.window, step));
+            }
+        }
         let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
-        let end = match freed {
-            Some(release) => release.window,
-            None => Window::open(grant.acquire.from),
-        };
-        hold(grant.client, grant.token, grant.acquire, end);
+        let end = freed.map_or_else(|| Window::open(acquire.from), |release| release.window);
+        operations.push(operation(client, end, ModelStep::End { hold }));
     }
-    for attempt in unknown.iter().take(UNKNOWN_MAX) {
-        hold(attempt.client, None, attempt.window, attempt.window);
+    for (number, attempt) in unknown.iter().take(UNKNOWN_MAX).enumerate() {
+        let (hold, mode) = (grants.len() + number, attempt.mode);
+        let step = ModelStep::Acquire { hold, mode, token: None };
+        operations.push(operation(attempt.client, attempt.window, step));
+        operations.push(operation(attempt.client, attempt.window, ModelStep::End { hold }));
     }
     operations
 }
 
-fn operation(client: u32, window: Window, op: ModelStep) -> Operation<MutexModel> {
+fn operation(client: u32, window: Window, op: ModelStep) -> Operation<LockModel> {
     Operation {
         client_id: Some(client),
         call_time: signed(window.from),
@@ -100,42 +111,84 @@ fn signed(time: u64) -> i64 {
     i64::try_from(time).unwrap_or(i64::MAX)
 }
 
-/// A mutex that knows its owner and issues increasing tokens.
+/// A lock that knows its owners and their modes, and issues increasing tokens.
 #[derive(Debug, Clone)]
-struct MutexModel;
+struct LockModel;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct MutexState {
-    holder: Option<usize>,
-    newest: Option<u64>,
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+struct LockState {
+    /// By hold.
+    holders: BTreeMap<usize, (ClaimMode, Option<u64>)>,
+    /// The newest token of each mode: exclusive, shared, upgradable, and permits by all units.
+    newest: BTreeMap<(u8, u32), u64>,
 }
 
 #[derive(Debug, Clone)]
 enum ModelStep {
-    Acquire { hold: usize, token: Option<u64> },
+    Acquire { hold: usize, mode: ClaimMode, token: Option<u64> },
+    Convert { hold: usize, mode: ClaimMode, token: Option<u64> },
     End { hold: usize },
 }
 
-impl Model for MutexModel {
-    type State = MutexState;
+impl LockState {
+    /// Adds a holder. Returns whether the lock could grant this.
+    fn grant(&mut self, hold: usize, mode: ClaimMode, token: Option<u64>) -> bool {
+        let fits = self.holders.values().all(|(held, _)| held.is_compatible(mode));
+        let taken: u64 = self.holders.values().map(|(held, _)| u64::from(held.units())).sum();
+        let has_units = match mode {
+            ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
+            _ => true,
+        };
+        let excluded = |class: &(u8, u32)| match (class, mode) {
+            ((3, of), ClaimMode::Permits { of: own, .. }) => *of != own,
+            ((1 | 2, _), ClaimMode::Shared) | ((1, _), ClaimMode::Upgradable) => false,
+            _ => true,
+        };
+        let mut before = self.newest.iter().filter(|(class, _)| excluded(class));
+        let grows = token.is_none_or(|token| before.all(|(_, newest)| *newest < token));
+        self.hold(hold, mode, token);
+        fits && has_units && grows
+    }
+
+    fn hold(&mut self, hold: usize, mode: ClaimMode, token: Option<u64>) {
+        self.holders.insert(hold, (mode, token));
+        let class = match mode {
+            ClaimMode::Exclusive => (0, 0),
+            ClaimMode::Shared => (1, 0),
+            ClaimMode::Upgradable => (2, 0),
+            ClaimMode::Permits { of, .. } => (3, of),
+            other => unreachable!("no such mode: {other}"),
+        };
+        if let Some(token) = token {
+            let newest = self.newest.entry(class).or_default();
+            *newest = token.max(*newest);
+        }
+    }
+}
+
+impl Model for LockModel {
+    type State = LockState;
     type Op = ModelStep;
     type Metadata = ();
 
-    fn init() -> MutexState {
-        MutexState { holder: None, newest: None }
+    fn init() -> LockState {
+        LockState::default()
     }
 
-    fn step(state: &MutexState, step: &ModelStep) -> (bool, MutexState) {
-        match *step {
-            ModelStep::Acquire { hold, token } => {
-                let free = state.holder.is_none();
-                let grows = token.is_none() || token > state.newest;
-                (free && grows, MutexState { holder: Some(hold), newest: token.max(state.newest) })
-            }
-            ModelStep::End { hold } => {
-                let own = state.holder == Some(hold);
-                (own, MutexState { holder: None, newest: state.newest })
-            }
-        }
+    fn step(state: &LockState, step: &ModelStep) -> (bool, LockState) {
+        let mut state = state.clone();
+        let is_legal = match *step {
+            ModelStep::Acquire { hold, mode, token } => state.grant(hold, mode, token),
+            ModelStep::Convert { hold, mode, token } => match state.holders.remove(&hold) {
+                None => false,
+                Some(_) if mode == ClaimMode::Exclusive => state.grant(hold, mode, token),
+                Some((_, before)) => {
+                    state.hold(hold, mode, token);
+                    token == before
+                }
+            },
+            ModelStep::End { hold } => state.holders.remove(&hold).is_some(),
+        };
+        (is_legal, state)
     }
 }

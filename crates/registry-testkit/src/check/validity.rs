@@ -1,79 +1,96 @@
-//! Checks that guards of a key are valid at the same time only if their modes allow it. It ignores
-//! tokens, so it applies to every store.
+//! Checks that two guards of a key are never valid at the same time, unless their modes allow it.
+//! It ignores tokens, so it applies to every store.
 
 use std::sync::Arc;
 
 use registry_core::ClaimMode;
 
-use crate::history::{History, RecordedGrant, Window};
+use crate::history::{History, RecordedGrant};
 
 use super::by_key;
+use super::phases::{Phase, excludes, phases};
 use super::violation::{Describer, Promise, Violation};
 
-/// Checks that the validity periods of the guards of one key overlap only if their modes are
-/// compatible and the units of all permits fit. Returns the number of judged guards.
+/// Checks that guards of one key whose modes exclude each other are never valid at the same time,
+/// and that the valid permits never take more units than the key has. Returns the number of judged
+/// guards.
 ///
 /// A guard is valid from the time its caller receives it until its release, its loss or its expiry.
 /// This is what the holder believes. The check is stricter than the token order: it does not accept
 /// a hold that ended too early. A guard with unrecorded last renewals counts as ended early. This
-/// can hide a violation but never cause a false one.
+/// can hide a violation but never cause a false one. While a conversion is in flight, its guard
+/// counts as valid in the weaker of the two modes.
 ///
 /// A forced release of a lock breaks this promise until the holder detects it. Exclude such keys
 /// from the history.
 ///
 /// # Errors
-/// Returns a [`Violation`] of [`Promise::OneValidGuard`].
+/// Returns a [`Violation`] of [`Promise::ValidGuardsAreCompatible`] or [`Promise::UnitsFit`].
 pub fn validity(history: &History) -> Result<usize, Violation> {
-    for mut guards in by_key(&history.grants, |grant| &grant.key).into_values() {
-        guards.sort_by_key(|guard| valid(guard).from);
-        let mut others: Vec<&RecordedGrant> = Vec::new();
-        for guard in guards {
-            let window = valid(guard);
-            if window.from >= window.to {
-                continue;
+    for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
+        let mut all: Vec<Phase<'_>> = grants.into_iter().flat_map(phases).collect();
+        all.retain(|phase| phase.valid().from < phase.valid().to);
+        all.sort_by_key(|phase| phase.valid().from);
+        let mut valid: Vec<Phase<'_>> = Vec::new();
+        for phase in all {
+            let from = phase.valid().from;
+            valid.retain(|other| other.valid().to > from);
+            let excluded = |other: &&Phase<'_>| {
+                !std::ptr::eq(other.grant, phase.grant) && excludes(other.mode, phase.mode)
+            };
+            if let Some(other) = valid.iter().find(excluded) {
+                return Err(incompatible(history, other, &phase));
             }
-            others.retain(|other| valid(other).to > window.from);
-            if let Some(other) = conflict(&others, guard) {
-                return Err(violation(history, other, guard));
-            }
-            others.push(guard);
+            valid.push(phase);
+            check_units(
+                history,
+                &phase,
+                valid.iter().map(|valid| (valid.mode, valid.grant)),
+                from,
+            )?;
         }
     }
     Ok(history.grants.len())
 }
 
-/// Returns one of `others` that must not be valid together with `guard`.
-fn conflict<'a>(others: &[&'a RecordedGrant], guard: &RecordedGrant) -> Option<&'a RecordedGrant> {
-    if let ClaimMode::Permits { take, of } = guard.mode {
-        let taken: u32 = others.iter().map(|other| other.mode.units()).sum();
-        if taken + take > of {
-            return others.last().copied();
-        }
+/// Checks that the permits among `held`, which includes `newest`, fit at this time.
+pub(super) fn check_units<'a>(
+    history: &History,
+    newest: &Phase<'_>,
+    held: impl Iterator<Item = (ClaimMode, &'a RecordedGrant)> + Clone,
+    at: u64,
+) -> Result<(), Violation> {
+    let ClaimMode::Permits { of, .. } = newest.mode else { return Ok(()) };
+    let taken: u64 = held.clone().map(|(mode, _)| u64::from(mode.units())).sum();
+    if taken <= u64::from(of) {
+        return Ok(());
     }
-    others.iter().copied().find(|other| !other.mode.is_compatible(guard.mode))
-}
-
-/// Returns the period during which the holder could believe that it holds the lock. The end is
-/// exclusive.
-fn valid(guard: &RecordedGrant) -> Window {
-    let released = guard.release.map(|release| release.window.from);
-    let ends = [released, guard.lost, guard.valid_until];
-    let end = ends.into_iter().flatten().min().unwrap_or(u64::MAX);
-    Window::new(guard.acquire.to, end)
-}
-
-fn violation(history: &History, first: &RecordedGrant, second: &RecordedGrant) -> Violation {
     let describe = Describer::new(history);
-    let both_from = valid(second).from;
-    let both_to = valid(first).to.min(valid(second).to);
+    Err(Violation {
+        promise: Promise::UnitsFit,
+        key: Arc::clone(&newest.grant.key),
+        why: format!("{taken} units of {of} were taken at {}", describe.time(at)),
+        operations: held
+            .filter(|(mode, _)| mode.units() > 0)
+            .map(|(_, grant)| describe.grant(grant))
+            .collect(),
+    })
+}
+
+fn incompatible(history: &History, first: &Phase<'_>, second: &Phase<'_>) -> Violation {
+    let describe = Describer::new(history);
+    let both_from = second.valid().from;
+    let both_to = first.valid().to.min(second.valid().to);
     Violation {
-        promise: Promise::OneValidGuard,
-        key: Arc::clone(&first.key),
+        promise: Promise::ValidGuardsAreCompatible,
+        key: Arc::clone(&first.grant.key),
         why: format!(
-            "both were valid from {} to {}",
+            "both were valid from {} to {}, one {}, the other {}",
             describe.time(both_from),
-            describe.time(both_to)
+            describe.time(both_to),
+            first.mode,
+            second.mode,
         ),
-        operations: vec![describe.grant(first), describe.grant(second)],
+        operations: vec![describe.grant(first.grant), describe.grant(second.grant)],
     }
 }

@@ -3,8 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use registry_core::ClaimMode;
+
 use crate::history::{
-    History, RecordedAttempt, RecordedGrant, RecordedWrite, ReleaseResult, Window, WriteResult,
+    ConversionResult, History, RecordedAttempt, RecordedGrant, RecordedWrite, ReleaseResult,
+    Window, WriteResult,
 };
 
 /// The promises of locks that a history can prove broken.
@@ -13,12 +16,12 @@ use crate::history::{
 pub enum Promise {
     /// Two grants of a key never have the same token.
     TokensAreUnique,
-    /// The holders of a key follow each other in the order of their tokens.
+    /// The holders of a key that exclude each other follow each other in the order of their tokens.
     HoldersFollowTokens,
-    /// Two guards of a key are never valid at the same time, unless their modes allow it.
-    OneValidGuard,
-    /// A writer's token is larger than all tokens before it, and smaller than all after it.
-    WritersFollowTokens,
+    /// Two guards of a key are never valid at the same time if their modes exclude each other.
+    ValidGuardsAreCompatible,
+    /// The permits of a key never take more units than it has.
+    UnitsFit,
     /// A resource never accepts a token older than one that it has already accepted.
     WritesNeverGoBack,
     /// A replaced holder cannot write, even before its successor has written.
@@ -34,10 +37,10 @@ impl fmt::Display for Promise {
             Self::HoldersFollowTokens => {
                 "the holders of a key follow each other in the order of their tokens"
             }
-            Self::OneValidGuard => "two guards of a key are never valid at the same time",
-            Self::WritersFollowTokens => {
-                "a writer's token is larger than all tokens before it, and smaller than all after it"
+            Self::ValidGuardsAreCompatible => {
+                "two guards of a key that exclude each other are never valid at the same time"
             }
+            Self::UnitsFit => "the permits of a key never take more units than it has",
             Self::WritesNeverGoBack => "a resource never accepts an older token than before",
             Self::ReplacedHoldersCannotWrite => "a holder that was replaced cannot write",
             Self::BusyMeansHeld => "\"busy\" means that another client holds the lock",
@@ -102,7 +105,22 @@ impl Describer {
 
     pub(super) fn grant(self, grant: &RecordedGrant) -> String {
         let mut text = format!("client {} acquired {}", grant.client, token(grant.token));
+        if grant.mode != ClaimMode::Exclusive {
+            text += &format!(" as {}", grant.mode);
+        }
         text += &format!(" ({})", self.window(grant.acquire));
+        for conversion in &grant.conversions {
+            text += &match conversion.ending {
+                ConversionResult::Granted(new) => {
+                    format!(", made it {} with {}", conversion.mode, token(new))
+                }
+                ConversionResult::Refused => format!(", could not make it {}", conversion.mode),
+                ConversionResult::Unknown => {
+                    format!(", made it {} with an unknown outcome", conversion.mode)
+                }
+            };
+            text += &format!(" ({})", self.window(conversion.window));
+        }
         if let Some(until) = grant.valid_until {
             text += &format!(", valid until {}", self.time(until));
         }
@@ -124,7 +142,12 @@ impl Describer {
     }
 
     pub(super) fn attempt(self, attempt: &RecordedAttempt) -> String {
-        format!("client {} tried to acquire ({})", attempt.client, self.window(attempt.window))
+        let mode = match attempt.mode {
+            ClaimMode::Exclusive => String::new(),
+            mode => format!(" as {mode}"),
+        };
+        let window = self.window(attempt.window);
+        format!("client {} tried to acquire{mode} ({window})", attempt.client)
     }
 
     pub(super) fn write(self, write: &RecordedWrite) -> String {

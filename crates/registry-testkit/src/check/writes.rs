@@ -1,11 +1,15 @@
 //! Checks the writes that a fenced resource accepted. It judges the resource and its tokens, not
 //! the locks.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::history::{History, RecordedGrant, RecordedWrite, WriteResult};
+use registry_core::ClaimMode;
+
+use crate::history::{History, RecordedWrite, WriteResult};
 
 use super::by_key;
+use super::phases::{Phase, excludes, phases};
 use super::violation::{Describer, Promise, Violation};
 
 /// Checks that the tokens of accepted writes never decrease, for a resource that stores the newest
@@ -28,9 +32,9 @@ pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-/// Checks that no accepted write began after the grant of a newer token, for a resource that
-/// atomically verifies the lock with each write. Returns the number of judged writes: those that
-/// were accepted.
+/// Checks that no accepted write began after the grant of a newer token in a mode that excludes the
+/// writer's, for a resource that atomically verifies the lock with each write. Returns the number
+/// of judged writes: those that were accepted.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].
@@ -40,9 +44,22 @@ pub fn guarded_writes(history: &History) -> Result<usize, Violation> {
     for (key, mut writes) in by_key(accepted(history), |write| &write.key) {
         judged += writes.len();
         let grants = grants.get(key).into_iter().flatten();
-        let newer = grants.filter_map(|grant| Some(Newer::Grant(grant, grant.token?))).collect();
-        if let Some((write, newer)) = first_stale(&mut writes, newer) {
-            return Err(violation(history, Promise::ReplacedHoldersCannotWrite, write, newer));
+        let phases: Vec<Phase<'_>> = grants.flat_map(|grant| phases(grant)).collect();
+        // The last mode of each token, which is the weakest one.
+        let modes: HashMap<u64, ClaimMode> =
+            phases.iter().filter_map(|phase| Some((phase.token?, phase.mode))).collect();
+        let mode_of = |write: &RecordedWrite| {
+            modes.get(&write.token).copied().unwrap_or(ClaimMode::Exclusive)
+        };
+        while let Some(mode) = writes.first().map(|write| mode_of(write)) {
+            let (mut of_mode, others) =
+                writes.into_iter().partition(|write| mode_of(write) == mode);
+            writes = others;
+            let newer = phases.iter().filter(|phase| excludes(phase.mode, mode));
+            let newer = newer.filter_map(|phase| Some(Newer::Grant(*phase, phase.token?)));
+            if let Some((write, newer)) = first_stale(&mut of_mode, newer.collect()) {
+                return Err(violation(history, Promise::ReplacedHoldersCannotWrite, write, newer));
+            }
         }
     }
     Ok(judged)
@@ -56,7 +73,7 @@ fn accepted(history: &History) -> impl Iterator<Item = &RecordedWrite> {
 #[derive(Clone, Copy)]
 enum Newer<'a> {
     Write(&'a RecordedWrite),
-    Grant(&'a RecordedGrant, u64),
+    Grant(Phase<'a>, u64),
 }
 
 impl Newer<'_> {
@@ -70,14 +87,14 @@ impl Newer<'_> {
     fn answered(&self) -> u64 {
         match self {
             Self::Write(write) => write.window.to,
-            Self::Grant(grant, _) => grant.acquire.to,
+            Self::Grant(phase, _) => phase.begin.to,
         }
     }
 
     fn describe_with(&self, describe: Describer) -> String {
         match self {
             Self::Write(write) => describe.write(write),
-            Self::Grant(grant, _) => describe.grant(grant),
+            Self::Grant(phase, _) => describe.grant(phase.grant),
         }
     }
 }

@@ -36,7 +36,8 @@ impl HistoryEvent {
 pub fn with_ranked_tokens(mut events: Vec<HistoryEvent>) -> Vec<HistoryEvent> {
     fn token(what: &mut HistoryEventKind) -> Option<&mut u64> {
         match what {
-            HistoryEventKind::AcquireGranted { token, .. } => token.as_mut(),
+            HistoryEventKind::AcquireGranted { token, .. }
+            | HistoryEventKind::ConvertGranted { token, .. } => token.as_mut(),
             HistoryEventKind::WriteCalled { token, .. } => Some(token),
             _ => None,
         }
@@ -58,7 +59,8 @@ pub enum HistoryEventKind {
     AcquireCalled {
         /// The lock's key.
         key: Arc<str>,
-        /// The mode.
+        /// The requested mode.
+        #[serde(default = "exclusive", skip_serializing_if = "is_exclusive")]
         mode: ClaimMode,
     },
     /// The lock was granted.
@@ -72,6 +74,22 @@ pub enum HistoryEventKind {
     AcquireBusy,
     /// The acquisition failed with an unknown outcome.
     AcquireFailed,
+    /// The holder is about to change the mode of the lock.
+    ConvertCalled {
+        /// The requested mode.
+        mode: ClaimMode,
+    },
+    /// The lock has the requested mode.
+    ConvertGranted {
+        /// The fencing token from now on, if the store issues tokens.
+        token: Option<u64>,
+        /// The end of the guard, unless it is renewed.
+        valid_until: Option<u64>,
+    },
+    /// Other clients hold the lock, which keeps its mode.
+    ConvertRefused,
+    /// The conversion failed with an unknown outcome. The holder has no guard any more.
+    ConvertFailed,
     /// The guard ends later than recorded before.
     ValidUntil {
         /// The end of the guard, unless it is renewed again.
@@ -100,4 +118,13 @@ pub enum HistoryEventKind {
     WriteRejected,
     /// The write failed with an unknown outcome.
     WriteFailed,
+}
+
+fn exclusive() -> ClaimMode {
+    ClaimMode::Exclusive
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_exclusive(mode: &ClaimMode) -> bool {
+    *mode == ClaimMode::Exclusive
 }

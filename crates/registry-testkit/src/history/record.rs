@@ -38,20 +38,49 @@ impl Window {
 pub struct RecordedGrant {
     /// The lock's key.
     pub key: Arc<str>,
-    /// The mode in which it was acquired.
-    pub mode: ClaimMode,
     /// The client that acquired the lock.
     pub client: u32,
+    /// The mode in which it was acquired.
+    pub mode: ClaimMode,
     /// The times of the call and of the answer.
     pub acquire: Window,
-    /// The fencing token, if the store issues tokens.
+    /// The fencing token of the acquisition, if the store issues tokens.
     pub token: Option<u64>,
+    /// The changes of the mode. After one with an unknown outcome, nothing follows.
+    pub conversions: Vec<RecordedConversion>,
     /// The end of the guard, including all recorded renewals.
     pub valid_until: Option<u64>,
     /// When the guard reported its loss.
     pub lost: Option<u64>,
     /// The release, if it was called.
     pub release: Option<RecordedRelease>,
+}
+
+/// A change of the mode of a grant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RecordedConversion {
+    /// The requested mode.
+    pub mode: ClaimMode,
+    /// The times of the call and of the answer.
+    pub window: Window,
+    /// The outcome.
+    pub ending: ConversionResult,
+}
+
+/// The outcome of a change of the mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a conversion is granted, refused, or has an unknown outcome"
+)]
+pub enum ConversionResult {
+    /// The grant has the new mode, with this token.
+    Granted(Option<u64>),
+    /// The grant keeps its mode.
+    Refused,
+    /// The outcome is unknown, and the holder has no guard any more.
+    Unknown,
 }
 
 /// The release of a grant.
@@ -87,6 +116,8 @@ pub struct RecordedAttempt {
     pub key: Arc<str>,
     /// The client that called it.
     pub client: u32,
+    /// The requested mode.
+    pub mode: ClaimMode,
     /// The times of the call and of the answer.
     pub window: Window,
 }
@@ -189,6 +220,7 @@ struct PartialOperation {
     write_token: Option<u64>,
     called: u64,
     answer: Option<(u64, HistoryEventKind)>,
+    conversions: Vec<RecordedConversion>,
     valid_until: Option<u64>,
     lost: Option<u64>,
     release_called: Option<u64>,
@@ -204,11 +236,12 @@ impl PartialOperation {
         };
         Self {
             key,
-            mode,
             client: called.client,
+            mode,
             write_token,
             called: called.at,
             answer: None,
+            conversions: Vec::new(),
             valid_until: None,
             lost: None,
             release_called: None,
@@ -219,6 +252,9 @@ impl PartialOperation {
     fn add(&mut self, event: HistoryEvent) -> Result<(), InconsistentRecord> {
         let write = self.write_token.is_some();
         let held = matches!(self.answer, Some((_, HistoryEventKind::AcquireGranted { .. })));
+        let converted = self.conversions.last();
+        let converts = converted.is_some_and(|it| it.window.to == u64::MAX);
+        let has_guard = converted.is_none_or(|it| it.ending != ConversionResult::Unknown);
         let is_consistent = match &event.what {
             HistoryEventKind::AcquireCalled { .. } | HistoryEventKind::WriteCalled { .. } => false,
             HistoryEventKind::AcquireGranted { .. }
@@ -228,7 +264,12 @@ impl PartialOperation {
             | HistoryEventKind::WriteRejected
             | HistoryEventKind::WriteFailed => write && self.answer.is_none(),
             HistoryEventKind::ValidUntil { .. } | HistoryEventKind::Lost => held,
-            HistoryEventKind::ReleaseCalled => held && self.release_called.is_none(),
+            HistoryEventKind::ReleaseCalled | HistoryEventKind::ConvertCalled { .. } => {
+                held && has_guard && self.release_called.is_none()
+            }
+            HistoryEventKind::ConvertGranted { .. }
+            | HistoryEventKind::ConvertRefused
+            | HistoryEventKind::ConvertFailed => converts,
             HistoryEventKind::ReleaseFreed
             | HistoryEventKind::ReleaseNotHeld
             | HistoryEventKind::ReleaseFailed => {
@@ -243,6 +284,20 @@ impl PartialOperation {
                 self.valid_until = self.valid_until.map(|before| before.max(until));
             }
             HistoryEventKind::Lost => self.lost = Some(self.lost.unwrap_or(event.at)),
+            HistoryEventKind::ConvertCalled { mode } => self.conversions.push(RecordedConversion {
+                mode,
+                window: Window::open(event.at),
+                ending: ConversionResult::Unknown,
+            }),
+            HistoryEventKind::ConvertGranted { token, valid_until } => {
+                // The guard before is gone, and with it what it said about its end.
+                self.valid_until = valid_until;
+                self.convert(event.at, ConversionResult::Granted(token));
+            }
+            HistoryEventKind::ConvertRefused => {
+                self.convert(event.at, ConversionResult::Refused);
+            }
+            HistoryEventKind::ConvertFailed => self.convert(event.at, ConversionResult::Unknown),
             HistoryEventKind::ReleaseCalled => self.release_called = Some(event.at),
             HistoryEventKind::ReleaseFreed => {
                 self.released = Some((event.at, ReleaseResult::Freed))
@@ -263,8 +318,15 @@ impl PartialOperation {
         Ok(())
     }
 
+    fn convert(&mut self, at: u64, ending: ConversionResult) {
+        if let Some(conversion) = self.conversions.last_mut() {
+            conversion.window.to = at;
+            conversion.ending = ending;
+        }
+    }
+
     fn add_to(self, history: &mut History) {
-        let Self { key, mode, client, .. } = self;
+        let Self { key, client, mode, .. } = self;
         let answered = self.answer.as_ref().map_or(u64::MAX, |(at, _)| *at);
         let window = Window::new(self.called, answered);
         let answer = self.answer.map(|(_, what)| what);
@@ -281,10 +343,11 @@ impl PartialOperation {
             Some(HistoryEventKind::AcquireGranted { token, .. }) => {
                 history.grants.push(RecordedGrant {
                     key,
-                    mode,
                     client,
+                    mode,
                     acquire: window,
                     token,
+                    conversions: self.conversions,
                     valid_until: self.valid_until,
                     lost: self.lost,
                     release: self.release_called.map(|called| {
@@ -295,12 +358,13 @@ impl PartialOperation {
                 })
             }
             Some(HistoryEventKind::AcquireBusy) => {
-                history.busy.push(RecordedAttempt { key, client, window })
+                history.busy.push(RecordedAttempt { key, client, mode, window })
             }
             // A failed acquisition may still take effect after its error.
             _ => history.unknown.push(RecordedAttempt {
                 key,
                 client,
+                mode,
                 window: Window::open(self.called),
             }),
         }

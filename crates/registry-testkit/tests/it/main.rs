@@ -1,6 +1,7 @@
 //! The test tools themselves.
 
 mod check;
+mod check_modes;
 mod clock;
 mod holder;
 mod independent_checks;

@@ -91,7 +91,7 @@ fn a_store_that_never_contends_is_found() {
         recorder
     });
     let found = validity(&recorder.history()).unwrap_err();
-    assert_eq!(found.promise, Promise::OneValidGuard);
+    assert_eq!(found.promise, Promise::ValidGuardsAreCompatible);
 }
 
 #[tokio::test(start_paused = true)]

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use fastrand::Rng;
-use registry_core::FencingToken;
+use registry_core::{ClaimMode, FencingToken};
 use registry_testkit::history::{
-    AcquireRecord, History, HoldRecord, Recorder, ReleaseRecord, WriteRecord,
+    AcquireRecord, ConvertRecord, History, HoldRecord, Recorder, ReleaseRecord, WriteRecord,
 };
 use registry_testkit::seed::Seed;
 
@@ -37,13 +37,19 @@ pub(crate) enum SimulatedBug {
     /// writes.
     FencesByNewestWriteOnly,
     OutageReportedAsBusy,
+    ReaderBesideWriter,
+    TwoUpgradable,
+    UpgradeBesideReaders,
+    UpgradeKeepsToken,
+    /// Permits are granted if their own units are not more than all.
+    UnitsNotSummed,
 }
 
 /// The store: the holders with the ends of their leases, and the tokens. Each acquisition has its
 /// own claim number.
 struct SimulatedStore {
-    /// At most one holder, unless the bug is a split brain.
-    held: Vec<(u64, u64)>,
+    /// The claim, the end of its lease, and its mode.
+    held: Vec<(u64, u64, ClaimMode)>,
     claims: u64,
     newest_token: u64,
     newest_write: u64,
@@ -51,10 +57,42 @@ struct SimulatedStore {
 
 enum SimulatedClient {
     Idle,
-    Acquiring { acquire_record: AcquireRecord, called: u64, effect: Option<Effect> },
-    Holding { hold_record: HoldRecord, claim: u64, token: u64, until: u64 },
-    Writing { write_record: WriteRecord, accepted: Option<bool>, hold: (HoldRecord, u64, u64, u64) },
-    Releasing { release_record: ReleaseRecord, claim: u64, freed: Option<bool> },
+    Acquiring {
+        acquire_record: AcquireRecord,
+        mode: ClaimMode,
+        called: u64,
+        effect: Option<Effect>,
+    },
+    Holding(SimulatedHold),
+    Writing {
+        write_record: WriteRecord,
+        accepted: Option<bool>,
+        hold: SimulatedHold,
+    },
+    Converting {
+        convert_record: ConvertRecord,
+        hold: UnrecordedHold,
+        effect: Option<Effect>,
+    },
+    Releasing {
+        release_record: ReleaseRecord,
+        claim: u64,
+        freed: Option<bool>,
+    },
+}
+
+struct SimulatedHold {
+    record: HoldRecord,
+    hold: UnrecordedHold,
+}
+
+/// A hold without its record, which a conversion uses.
+#[derive(Clone, Copy)]
+struct UnrecordedHold {
+    claim: u64,
+    token: u64,
+    until: u64,
+    mode: ClaimMode,
 }
 
 enum Effect {
@@ -65,19 +103,40 @@ enum Effect {
 struct SimulatedLock {
     rng: Rng,
     bug: Option<SimulatedBug>,
+    /// The modes that clients request.
+    modes: &'static [ClaimMode],
     lease: u64,
     now: Arc<AtomicU64>,
     recorder: Recorder,
     store: SimulatedStore,
 }
 
-/// Simulates several clients that use one lock, and returns the recorded history.
+/// Simulates several clients that use one exclusive lock, and returns the recorded history.
 pub(crate) fn simulate(seed: Seed, bug: Option<SimulatedBug>) -> History {
+    simulate_with(seed, bug, &[ClaimMode::Exclusive])
+}
+
+/// Simulates several clients that use one lock in all modes, and returns the recorded history.
+pub(crate) fn simulate_modes(seed: Seed, bug: Option<SimulatedBug>) -> History {
+    use ClaimMode::{Exclusive, Permits, Shared, Upgradable};
+    let permits: &[ClaimMode] = &[
+        Permits { take: 1, of: 3 },
+        Permits { take: 2, of: 3 },
+        Exclusive,
+        Permits { take: 1, of: 3 },
+    ];
+    let has_permits = bug == Some(SimulatedBug::UnitsNotSummed) || seed.get().is_multiple_of(3);
+    let modes = if has_permits { permits } else { &[Shared, Upgradable, Exclusive, Shared] };
+    simulate_with(seed, bug, modes)
+}
+
+fn simulate_with(seed: Seed, bug: Option<SimulatedBug>, modes: &'static [ClaimMode]) -> History {
     let now = Arc::new(AtomicU64::new(0));
     let clock = Arc::clone(&now);
     let mut lock = SimulatedLock {
         rng: seed.rng(),
         bug,
+        modes,
         lease: LEASE,
         now,
         recorder: Recorder::new(move || clock.load(Ordering::Relaxed)),
@@ -90,7 +149,7 @@ pub(crate) fn simulate(seed: Seed, bug: Option<SimulatedBug>) -> History {
     for _ in 0..STEPS {
         lock.now.fetch_add(lock.rng.u64(1..12), Ordering::Relaxed);
         let now = lock.now();
-        lock.store.held.retain(|(_, until)| now < *until);
+        lock.store.held.retain(|(_, until, _)| now < *until);
         let number = lock.rng.usize(..CLIENTS);
         let client = std::mem::replace(&mut clients[number], SimulatedClient::Idle);
         clients[number] = lock.step(number as u32, client);
@@ -125,27 +184,39 @@ impl SimulatedLock {
 
     fn step(&mut self, number: u32, client: SimulatedClient) -> SimulatedClient {
         match client {
-            SimulatedClient::Idle => SimulatedClient::Acquiring {
-                called: self.now(),
-                acquire_record: self.recorder.acquire(number, KEY),
-                effect: None,
-            },
-            SimulatedClient::Acquiring { acquire_record, called, effect: None } => {
-                let effect = self.acquire();
+            SimulatedClient::Idle => {
+                let mode = match self.modes {
+                    [mode] => *mode,
+                    modes => modes[self.rng.usize(..modes.len())],
+                };
+                SimulatedClient::Acquiring {
+                    called: self.now(),
+                    acquire_record: self.recorder.acquire_as(number, KEY, mode),
+                    mode,
+                    effect: None,
+                }
+            }
+            SimulatedClient::Acquiring { acquire_record, mode, called, effect: None } => {
+                let effect = self.acquire(mode);
                 if effect.is_none() && self.is_lost() {
                     // The client gave up, and its request never arrived.
                     return SimulatedClient::Idle;
                 }
-                SimulatedClient::Acquiring { acquire_record, called, effect }
+                SimulatedClient::Acquiring { acquire_record, mode, called, effect }
             }
-            SimulatedClient::Acquiring { acquire_record, called, effect: Some(effect) } => {
-                self.answer(acquire_record, called, effect)
+            SimulatedClient::Acquiring { acquire_record, mode, called, effect: Some(effect) } => {
+                self.answer(acquire_record, mode, called, effect)
             }
-            SimulatedClient::Holding { hold_record, claim, token, until } => {
-                self.hold(number, hold_record, claim, token, until)
+            SimulatedClient::Holding(hold) => self.hold(number, hold),
+            SimulatedClient::Converting { convert_record, hold, effect: None } => {
+                let effect = self.convert(hold);
+                SimulatedClient::Converting { convert_record, hold, effect }
+            }
+            SimulatedClient::Converting { convert_record, hold, effect: Some(effect) } => {
+                self.answer_conversion(convert_record, hold, effect)
             }
             SimulatedClient::Writing { write_record, accepted: None, hold } => {
-                let accepted = Some(self.write(hold.1, hold.2));
+                let accepted = Some(self.write(hold.hold));
                 SimulatedClient::Writing { write_record, accepted, hold }
             }
             SimulatedClient::Writing { write_record, accepted: Some(accepted), hold } => {
@@ -154,8 +225,7 @@ impl SimulatedLock {
                     true => write_record.accepted(),
                     false => write_record.rejected(),
                 }
-                let (hold_record, claim, token, until) = hold;
-                SimulatedClient::Holding { hold_record, claim, token, until }
+                SimulatedClient::Holding(hold)
             }
             SimulatedClient::Releasing { release_record, claim, freed: None } => {
                 let freed = Some(self.release(claim));
@@ -177,8 +247,8 @@ impl SimulatedLock {
     }
 
     /// Applies an acquisition to the store. Returns `None` if it continues to wait.
-    fn acquire(&mut self) -> Option<Effect> {
-        let free = self.store.held.is_empty();
+    fn acquire(&mut self, mode: ClaimMode) -> Option<Effect> {
+        let free = self.fits(mode, None);
         if free && self.has_bug_now(SimulatedBug::OutageReportedAsBusy) {
             return Some(Effect::Busy);
         }
@@ -199,14 +269,75 @@ impl SimulatedLock {
         self.store.newest_token = newest.max(token);
         self.store.claims += 1;
         let claim = self.store.claims;
-        self.store.held.push((claim, self.now() + self.lease));
+        self.store.held.push((claim, self.now() + self.lease, mode));
         Some(Effect::Granted { claim, token })
+    }
+
+    /// Returns whether a claim of `mode` may hold the lock beside all others except `own`.
+    fn fits(&self, mode: ClaimMode, own: Option<u64>) -> bool {
+        let others = || self.store.held.iter().filter(|(claim, ..)| Some(*claim) != own);
+        let taken: u32 = others().map(|(.., held)| held.units()).sum();
+        if let ClaimMode::Permits { take, of } = mode {
+            let sum =
+                if self.bug == Some(SimulatedBug::UnitsNotSummed) { take } else { take + taken };
+            return others().all(|(.., held)| held.units() > 0) && sum <= of;
+        }
+        let is_ignored = |held: ClaimMode| match self.bug {
+            Some(SimulatedBug::ReaderBesideWriter) => mode == ClaimMode::Shared,
+            Some(SimulatedBug::TwoUpgradable) => held == mode && mode == ClaimMode::Upgradable,
+            Some(SimulatedBug::UpgradeBesideReaders) => own.is_some(),
+            _ => false,
+        };
+        others().all(|(.., held)| held.is_compatible(mode) || is_ignored(*held))
+    }
+
+    /// Applies a conversion to the store. Returns `None` if it continues to wait.
+    fn convert(&mut self, hold: UnrecordedHold) -> Option<Effect> {
+        let UnrecordedHold { claim, token, mode, .. } = hold;
+        let to = converted(mode);
+        if !self.holds(claim) || !self.fits(to, Some(claim)) {
+            return (!self.holds(claim) || self.one_in(3)).then_some(Effect::Busy);
+        }
+        let keeps_token =
+            to != ClaimMode::Exclusive || self.bug == Some(SimulatedBug::UpgradeKeepsToken);
+        let token = if keeps_token { token } else { self.store.newest_token + 1 };
+        self.store.newest_token = self.store.newest_token.max(token);
+        let until = self.now() + self.lease;
+        for held in self.store.held.iter_mut().filter(|(held, ..)| *held == claim) {
+            *held = (claim, until, to);
+        }
+        Some(Effect::Granted { claim, token })
+    }
+
+    /// Delivers the answer of a conversion to its client.
+    fn answer_conversion(
+        &mut self,
+        convert_record: ConvertRecord,
+        hold: UnrecordedHold,
+        effect: Effect,
+    ) -> SimulatedClient {
+        if self.is_lost() {
+            convert_record.failed();
+            return SimulatedClient::Idle;
+        }
+        let Effect::Granted { claim, token } = effect else {
+            return SimulatedClient::Holding(SimulatedHold {
+                record: convert_record.refused(),
+                hold,
+            });
+        };
+        // The lease before is a safe limit: a conversion does not shorten it.
+        let valid_for = Duration::from_nanos(hold.until.saturating_sub(self.now()));
+        let record = convert_record.granted(FencingToken::new(token), || valid_for);
+        let hold = UnrecordedHold { claim, token, mode: converted(hold.mode), ..hold };
+        SimulatedClient::Holding(SimulatedHold { record, hold })
     }
 
     /// Delivers the answer of an acquisition to its client.
     fn answer(
         &mut self,
         acquire_record: AcquireRecord,
+        mode: ClaimMode,
         called: u64,
         effect: Effect,
     ) -> SimulatedClient {
@@ -225,42 +356,46 @@ impl SimulatedLock {
         };
         let until = start + self.lease;
         let valid_for = Duration::from_nanos(until.saturating_sub(self.now()));
-        let hold_record = acquire_record.granted(FencingToken::new(token), || valid_for);
-        SimulatedClient::Holding { hold_record, claim, token, until }
+        let record = acquire_record.granted(FencingToken::new(token), || valid_for);
+        let hold = UnrecordedHold { claim, token, until, mode };
+        SimulatedClient::Holding(SimulatedHold { record, hold })
     }
 
-    fn hold(
-        &mut self,
-        number: u32,
-        hold_record: HoldRecord,
-        claim: u64,
-        token: u64,
-        until: u64,
-    ) -> SimulatedClient {
+    fn hold(&mut self, number: u32, held: SimulatedHold) -> SimulatedClient {
+        let SimulatedHold { record, hold } = held;
+        let is_exclusive = hold.mode == ClaimMode::Exclusive;
+        let may_convert = self.modes.contains(&ClaimMode::Upgradable)
+            && (is_exclusive || hold.mode == ClaimMode::Upgradable);
         match self.rng.u8(..10) {
             // The process was killed. Its hold remains in the store only.
             0 if self.is_lost() => SimulatedClient::Idle,
             0..=2 => {
-                if self.now() >= until {
-                    hold_record.lost();
+                if self.now() >= hold.until {
+                    record.lost();
                 }
-                SimulatedClient::Holding { hold_record, claim, token, until }
+                SimulatedClient::Holding(SimulatedHold { record, hold })
             }
-            3..=5 => {
-                let fencing_token = FencingToken::new(token).unwrap();
+            3 | 4 if may_convert => SimulatedClient::Converting {
+                convert_record: record.convert(converted(hold.mode)),
+                hold,
+                effect: None,
+            },
+            3..=5 if is_exclusive => {
+                let fencing_token = FencingToken::new(hold.token).unwrap();
                 let write_record = self.recorder.write(number, KEY, fencing_token);
-                let hold = (hold_record, claim, token, until);
+                let hold = SimulatedHold { record, hold };
                 SimulatedClient::Writing { write_record, accepted: None, hold }
             }
             _ => SimulatedClient::Releasing {
-                release_record: hold_record.release(),
-                claim,
+                release_record: record.release(),
+                claim: hold.claim,
                 freed: None,
             },
         }
     }
 
-    fn write(&mut self, claim: u64, token: u64) -> bool {
+    fn write(&mut self, hold: UnrecordedHold) -> bool {
+        let UnrecordedHold { claim, token, .. } = hold;
         let newer = token >= self.store.newest_write;
         let holds = self.holds(claim);
         let accepted = match self.bug {
@@ -279,11 +414,19 @@ impl SimulatedLock {
             return self.store.held.pop().is_some();
         }
         let own = self.holds(claim);
-        self.store.held.retain(|(holder, _)| *holder != claim);
+        self.store.held.retain(|(holder, ..)| *holder != claim);
         own
     }
 
     fn holds(&self, claim: u64) -> bool {
-        self.store.held.iter().any(|(holder, _)| *holder == claim)
+        self.store.held.iter().any(|(holder, ..)| *holder == claim)
+    }
+}
+
+/// Returns the mode to which a client converts a lock of `mode`.
+fn converted(mode: ClaimMode) -> ClaimMode {
+    match mode {
+        ClaimMode::Exclusive => ClaimMode::Shared,
+        _ => ClaimMode::Exclusive,
     }
 }
