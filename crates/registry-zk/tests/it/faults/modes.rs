@@ -13,13 +13,13 @@ use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{eventually, within};
-use registry_zk::{FenceError, Multi as _, ZkBackend};
+use registry_zk::{FenceError, Layout, Multi as _, Naming, ZkBackend};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{interval, sleep};
 use zookeeper_client::{Acls, Client, CreateMode};
 
 use super::support::{
-    LONG_SESSION, MINUTE_SESSION, backend, operator, registry, registry_over, secs,
+    LONG_SESSION, MINUTE_SESSION, backend, config, operator, registry, registry_over, secs,
 };
 
 /// The lock's node.
@@ -104,6 +104,49 @@ async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
         let released = eventually(LONG, async || client.release(&held).await).await;
         assert_eq!(released, Release::Freed);
         assert_eq!(nodes(&operator).await, FREE);
+    }
+    println!("{errors} errors");
+    assert!(errors > 5, "the proxy cut {errors} replies");
+}
+
+/// As above, for the transaction that takes the units of Curator's semaphore.
+#[tokio::test]
+async fn units_whose_reply_is_lost_are_taken_once() {
+    const LEASES: &str = "/SpringIntegration-LockRegistry/k/leases";
+    let server = ZooKeeperServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let operator = operator(&server).await;
+    let semaphore = |url: &str| {
+        let config = config(url, LONG_SESSION * 3).with_layout(Layout::Curator);
+        ZkBackend::open(config.with_naming(Naming::CuratorSemaphore))
+    };
+    let client = semaphore(&format!("zk://{}", proxy.addr())).await.unwrap();
+    let other = semaphore(&server.url()).await.unwrap();
+    let mode = ClaimMode::Permits { take: 3, of: 5 };
+    let (mut errors, mut token) = (0, None);
+    for reply_bytes in (0..900).step_by(30) {
+        let permits = claim(mode).with_queueing(Queueing::Join);
+        proxy.set_mode(ProxyMode::CutAfter { reply_bytes }).await.unwrap();
+        let mut attempt = within(LONG, client.try_acquire(&permits)).await;
+        errors += usize::from(attempt.is_err());
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        proxy.cut_all().await;
+        while let Err(error) = attempt {
+            assert!(error.is_retryable(), "{error:?}");
+            attempt = within(LONG, client.try_acquire(&permits)).await;
+        }
+        let Ok(Attempt::Granted(granted)) = attempt else { panic!("{attempt:?}") };
+        assert!(token < Some(granted.token), "{granted:?} after {token:?}");
+        token = Some(granted.token);
+        let units = async || operator.list_children(LEASES).await.unwrap_or_default().len();
+        assert_eq!(units().await, 3, "after {reply_bytes} bytes");
+        assert_busy(&other, &claim(mode)).await;
+        let holders = other.inspect(permits.key()).await.unwrap();
+        let [holder] = &holders[..] else { panic!("{holders:?}") };
+        assert_eq!((holder.mode, holder.token), (mode, token));
+        let released = eventually(LONG, async || client.release(&permits).await).await;
+        assert_eq!(released, Release::Freed);
+        assert_eq!(units().await, 0);
     }
     println!("{errors} errors");
     assert!(errors > 5, "the proxy cut {errors} replies");
