@@ -76,16 +76,28 @@ fn shared_claims(key: &str) -> Vec<Claim> {
 
 /// Acquires all claims at the same time, holds them together, and releases them.
 async fn acquire_and_release(backend: &dyn LockBackend, claims: &[Claim]) {
-    join_all(claims.iter().map(async |claim| {
-        // A store may refuse one of several attempts that change the same record.
-        for _ in 0..1_000 {
-            if let Ok(Attempt::Granted(_)) = backend.try_acquire(claim).await {
-                return;
-            }
-            tokio::task::yield_now().await;
-        }
-        panic!("1,000 attempts of a shared claim failed: {:?}", backend.try_acquire(claim).await);
+    join_all(claims.iter().map(|claim| {
+        repeat(move || async move {
+            matches!(backend.try_acquire(claim).await, Ok(Attempt::Granted(_)))
+        })
     }))
     .await;
-    join_all(claims.iter().map(async |claim| _ = backend.release(claim).await.unwrap())).await;
+    join_all(
+        claims
+            .iter()
+            .map(|claim| repeat(move || async move { backend.release(claim).await.is_ok() })),
+    )
+    .await;
+}
+
+/// Repeats a request until it succeeds, as the engine does. A store may refuse one of many requests
+/// that change the same record.
+async fn repeat<F: Future<Output = bool>>(request: impl Fn() -> F) {
+    for _ in 0..1_000 {
+        if request().await {
+            return;
+        }
+        tokio::task::yield_now().await;
+    }
+    panic!("1,000 requests failed");
 }
