@@ -44,7 +44,7 @@ struct Store {
     url: String,
     /// The option of the URL that sets the length of a lease.
     lease_option: &'static str,
-    _server: Box<dyn Any>,
+    _server: Box<dyn Any + Send + Sync>,
 }
 
 impl Store {
@@ -83,7 +83,6 @@ macro_rules! on_each_store {
 
             async fn store() -> Store {
                 let server = $start.await.unwrap();
-                #[expect(clippy::redundant_closure_call, reason = "one line for each store")]
                 let url = $url(&server);
                 Store { url, lease_option: $lease_option, _server: Box::new(server) }
             }
