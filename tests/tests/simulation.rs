@@ -15,15 +15,18 @@ const GRANTS: u64 = 900;
 
 #[test]
 fn no_trial_violates_a_property() {
-    assert_no_trial_violates_a_property(TrialModes::Exclusive, SHORT, LONG);
+    let totals = assert_no_trial_violates_a_property(TrialModes::Exclusive, SHORT, LONG);
+    println!("{totals}");
 }
 
 #[test]
 fn no_trial_of_all_modes_violates_a_property() {
-    assert_no_trial_violates_a_property(TrialModes::All, SHORT_OF_ALL_MODES, LONG);
+    let totals = assert_no_trial_violates_a_property(TrialModes::All, SHORT_OF_ALL_MODES, LONG);
+    println!("{totals}");
 }
 
-fn assert_no_trial_violates_a_property(modes: TrialModes, short: u64, long: u64) {
+/// Returns the totals of all trials.
+fn assert_no_trial_violates_a_property(modes: TrialModes, short: u64, long: u64) -> String {
     let crashes = AtomicU64::new(0);
     let (grants, lost, dropped, faults) =
         (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
@@ -44,8 +47,6 @@ fn assert_no_trial_violates_a_property(modes: TrialModes, short: u64, long: u64)
     let (grants, lost) = (grants.into_inner(), lost.into_inner());
     let (dropped, faults) = (dropped.into_inner(), faults.into_inner());
     let crashes = crashes.into_inner();
-    println!("{modes:?}: {seeds} seeds, {grants} grants, {lost} lost, {dropped} dropped");
-    println!("{faults} faults, {crashes} crashes");
     // The totals of a single replayed seed are not meaningful.
     if seeds == count {
         assert!(grants >= count * GRANTS * 95 / 100, "only {grants} grants");
@@ -55,6 +56,10 @@ fn assert_no_trial_violates_a_property(modes: TrialModes, short: u64, long: u64)
         );
         assert!(modes == TrialModes::Exclusive || crashes > count, "only {crashes} crashes");
     }
+    format!(
+        "{seeds} seeds, {grants} grants, {lost} lost, {dropped} dropped, {faults} faults, \
+         {crashes} crashes"
+    )
 }
 
 #[test]

@@ -15,7 +15,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{DistributedLock, LockGuard, LockOptions, LockRegistryExt as _, Owner};
+use registry_core::{
+    DistributedLock, LockError, LockGuard, LockOptions, LockRegistryExt as _, MultiLock, Owner,
+};
 
 mod environments;
 mod faults;
@@ -25,14 +27,27 @@ mod fair_store;
 use environments::{Environment, KEY, Scenario, TestSetup};
 
 /// Each scenario becomes two tests: one over the in-process store on paused time, one over SQLite.
+/// Those that often wait for the end of a lease run only on paused time.
 macro_rules! swept {
-    ($($(#[doc = $doc:literal])+ $scenario:ident;)+) => {
+    (
+        $($(#[doc = $doc:literal])+ $scenario:ident;)+
+        only_over_memory:
+        $($(#[doc = $paused_doc:literal])+ $paused_scenario:ident;)+
+    ) => {
         mod over_memory {
             $($(#[doc = $doc])+
             #[tokio::test(start_paused = true)]
             async fn $scenario() {
                 for environment in super::environments::paused() {
                     environment.sweep(super::$scenario).await;
+                }
+            })+
+
+            $($(#[doc = $paused_doc])+
+            #[tokio::test(start_paused = true)]
+            async fn $paused_scenario() {
+                for environment in super::environments::paused() {
+                    environment.sweep(super::$paused_scenario).await;
                 }
             })+
         }
@@ -94,6 +109,26 @@ swept! {
     protect_until_the_loss;
     /// `execute_locked`.
     execute_locked;
+    /// `read` of a free key.
+    read_of_a_free_key;
+    /// `read` beside a local reader, whose grant it joins.
+    read_beside_a_local_reader;
+    /// `read` of a key that another process holds exclusively and frees after a while.
+    read_behind_a_writer;
+    /// `upgrade` beside a reader of another process.
+    upgrade_beside_a_reader;
+    /// `try_upgrade_for` until its deadline, and the release of the unchanged guard.
+    try_upgrade_for_until_the_deadline;
+    /// `downgrade`.
+    downgrade;
+    /// `downgrade_to_upgradable`, and `upgrade` again.
+    downgrade_to_upgradable;
+    /// `acquire_many` of units of which another process holds too many.
+    acquire_many_behind_a_permit;
+    /// `lock` of several keys, of which another process holds one.
+    lock_of_several_keys;
+    /// `unlock` of several keys.
+    unlock_of_several_keys;
     /// `close` of a registry without locks.
     close_at_rest;
     /// `close` while a guard is released.
@@ -102,6 +137,12 @@ swept! {
     close_with_a_held_guard;
     /// `close` while a caller is acquiring.
     close_while_a_caller_contends;
+
+    only_over_memory:
+    /// `lock` of a key that another process reads, with a place that blocks new readers.
+    lock_behind_a_reader;
+    /// `acquire` of a fair semaphore behind a local caller that waits for more units.
+    acquire_behind_a_fair_caller;
 }
 
 fn ms(ms: u64) -> Duration {
@@ -296,6 +337,133 @@ async fn execute_locked(_: &Environment, setup: &TestSetup) -> Scenario {
         drop(registry.execute_locked(KEY, work).await);
         Vec::new()
     })
+}
+
+/// Returns the guard, or `None` if the store has no such mode. Nothing is then swept.
+fn supported(acquired: Result<LockGuard, LockError>) -> Option<LockGuard> {
+    match acquired {
+        Err(LockError::Unsupported { .. }) => None,
+        acquired => Some(acquired.unwrap()),
+    }
+}
+
+/// Holds a guard in another process for 10 ms, if the store has its mode.
+fn beside(scenario: Scenario, held: Option<LockGuard>) -> Scenario {
+    match held {
+        Some(held) => scenario.with_concurrent(hold(held)),
+        None => scenario,
+    }
+}
+
+async fn read(lock: DistributedLock) -> Vec<LockGuard> {
+    lock.read().await.into_iter().collect()
+}
+
+async fn read_of_a_free_key(_: &Environment, setup: &TestSetup) -> Scenario {
+    Scenario::of(read(setup.local.obtain(KEY)))
+}
+
+async fn read_beside_a_local_reader(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = supported(setup.local.obtain(KEY).read().await);
+    let still_held = held.into_iter().map(Arc::new).collect();
+    Scenario { still_held, ..Scenario::of(read(setup.local.obtain(KEY))) }
+}
+
+async fn read_behind_a_writer(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    Scenario::of(read(setup.local.obtain(KEY))).with_concurrent(hold(held))
+}
+
+async fn lock_behind_a_reader(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = supported(setup.remote.obtain(KEY).read().await);
+    beside(Scenario::of(attempt_default(setup.local.obtain(KEY))), held)
+}
+
+async fn upgrade_beside_a_reader(_: &Environment, setup: &TestSetup) -> Scenario {
+    let reader = supported(setup.remote.obtain(KEY).read().await);
+    let upgradable = supported(setup.local.obtain(KEY).upgradable().await);
+    let upgraded = async move {
+        let Some(upgradable) = upgradable else { return Vec::new() };
+        upgradable.upgrade().await.into_iter().collect()
+    };
+    beside(Scenario::of(upgraded), reader)
+}
+
+async fn try_upgrade_for_until_the_deadline(_: &Environment, setup: &TestSetup) -> Scenario {
+    let reader = supported(setup.remote.obtain(KEY).read().await);
+    let upgradable = supported(setup.local.obtain(KEY).upgradable().await);
+    let upgraded = async move {
+        let Some(upgradable) = upgradable else { return Vec::new() };
+        match upgradable.try_upgrade_for(ms(5)).await {
+            Ok(Ok(guard) | Err(guard)) => unlock_guard(guard).await,
+            Err(_) => Vec::new(),
+        }
+    };
+    beside(Scenario::of(upgraded), reader)
+}
+
+async fn downgrade(_: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = locked(&setup.local.obtain(KEY)).await;
+    Scenario::of(async move { guard.downgrade().await.into_iter().collect() })
+}
+
+async fn downgrade_to_upgradable(_: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = locked(&setup.local.obtain(KEY)).await;
+    Scenario::of(async move {
+        let Ok(guard) = guard.downgrade_to_upgradable().await else { return Vec::new() };
+        guard.upgrade().await.into_iter().collect()
+    })
+}
+
+async fn acquire_many_behind_a_permit(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = supported(setup.remote.semaphore(KEY, 3).acquire_many(2).await);
+    let semaphore = setup.local.semaphore(KEY, 3);
+    beside(Scenario::of(async move { semaphore.acquire_many(2).await.into_iter().collect() }), held)
+}
+
+async fn acquire_behind_a_fair_caller(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = supported(setup.remote.semaphore(KEY, 3).acquire().await);
+    let semaphore = setup.local.semaphore(KEY, 3);
+    let has_permits = held.is_some();
+    let first = semaphore.clone();
+    let waits_for_all = async move {
+        if has_permits {
+            hold(first.acquire_with(3, LockOptions::new().fair(true)).await.unwrap()).await;
+        }
+    };
+    let swept = async move {
+        semaphore.acquire_with(1, LockOptions::new().fair(true)).await.into_iter().collect()
+    };
+    let scenario = beside(Scenario::of(swept).with_concurrent(waits_for_all), held);
+    enqueue_spawned().await;
+    scenario
+}
+
+fn several_keys(environment: &Environment, setup: &TestSetup) -> MultiLock {
+    setup.local.obtain_all(environment.other_keys().iter().copied().chain([KEY]))
+}
+
+async fn lock_of_several_keys(environment: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    let several = several_keys(environment, setup);
+    let swept = async move {
+        drop(several.lock().await);
+        Vec::new()
+    };
+    with_other_keys(environment, Scenario::of(swept).with_concurrent(hold(held)))
+}
+
+async fn unlock_of_several_keys(environment: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = several_keys(environment, setup).lock().await.unwrap();
+    let swept = async move {
+        drop(guard.unlock().await);
+        Vec::new()
+    };
+    with_other_keys(environment, Scenario::of(swept))
+}
+
+fn with_other_keys(environment: &Environment, scenario: Scenario) -> Scenario {
+    Scenario { uses_other_keys: !environment.other_keys().is_empty(), ..scenario }
 }
 
 /// A scenario that sweeps `close`.

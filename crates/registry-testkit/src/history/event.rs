@@ -124,7 +124,6 @@ fn exclusive() -> ClaimMode {
     ClaimMode::Exclusive
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_exclusive(mode: &ClaimMode) -> bool {
     *mode == ClaimMode::Exclusive
 }

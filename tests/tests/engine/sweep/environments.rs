@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use registry_conformance::sweep::{SweepOutcome, sweep};
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
-use registry_core::{FencingToken, LockBackend, LockError, LockGuard, MemoryBackend, Registry};
+use registry_core::{
+    FencingToken, LockBackend, LockError, LockGuard, LockRegistryExt as _, MemoryBackend, Registry,
+};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
@@ -94,6 +96,8 @@ pub(crate) struct Scenario {
     pub(crate) still_held: Vec<Arc<LockGuard>>,
     /// Whether the swept operation closes our registry.
     pub(crate) closes: bool,
+    /// Whether the swept operation also locks the other keys.
+    pub(crate) uses_other_keys: bool,
 }
 
 impl Scenario {
@@ -103,6 +107,7 @@ impl Scenario {
             others: JoinSet::new(),
             still_held: Vec::new(),
             closes: false,
+            uses_other_keys: false,
         }
     }
 
@@ -139,6 +144,14 @@ impl Environment {
 
     fn late(self, late: Duration) -> Self {
         Self { late, ..self }
+    }
+
+    /// Further keys, for locks of several keys. None in a store of one key.
+    pub(crate) fn other_keys(&self) -> &'static [&'static str] {
+        match self.store {
+            StoreUnderTest::Fair(_) => &[],
+            StoreUnderTest::Memory(_) | StoreUnderTest::Sqlite(_) => &["orders/41", "orders/43"],
+        }
     }
 
     /// How long a key stays locked after its holder has died.
@@ -199,7 +212,7 @@ impl Environment {
             sweep(
                 async || {
                     let setup = self.setup().await;
-                    let Scenario { swept, mut others, still_held, closes } =
+                    let Scenario { swept, mut others, still_held, closes, uses_other_keys } =
                         scenario(self, &setup).await;
                     if other_holder {
                         let lock = setup.local.obtain(KEY);
@@ -229,15 +242,17 @@ impl Environment {
                         }
                         _ => {}
                     }
-                    running.replace(Some((setup, others, still_held, closes)));
+                    running.replace(Some((setup, others, still_held, closes, uses_other_keys)));
                     swept
                 },
                 POLLS_MAX,
                 async |end| {
-                    let (setup, others, still_held, closes) = running.take().unwrap();
+                    let (setup, others, still_held, closes, uses_other_keys) =
+                        running.take().unwrap();
                     let run =
                         format!("{self}, other holder: {other_holder}, {}", describe_end(&end));
-                    let after_drop = AfterDrop { environment: self, setup, closes, run };
+                    let after_drop =
+                        AfterDrop { environment: self, setup, closes, uses_other_keys, run };
                     last_token
                         .set(after_drop.check(end, others, still_held, last_token.get()).await);
                 },
@@ -267,6 +282,7 @@ struct AfterDrop<'a> {
     environment: &'a Environment,
     setup: TestSetup,
     closes: bool,
+    uses_other_keys: bool,
     run: String,
 }
 
@@ -280,7 +296,7 @@ impl AfterDrop<'_> {
         still_held: Vec<Arc<LockGuard>>,
         last_token: Option<FencingToken>,
     ) -> Option<FencingToken> {
-        let Self { environment, setup, closes, run } = self;
+        let Self { environment, setup, closes, uses_other_keys, run } = self;
         let recovery_limit = environment.recovery_limit();
         drop(end);
         for guard in &still_held {
@@ -309,6 +325,14 @@ impl AfterDrop<'_> {
         let token = guard.fencing_token();
         assert!(Some(token) > last_token, "{run}: token {token} after {last_token:?}");
         guard.unlock().await.unwrap();
+        if uses_other_keys {
+            let others = setup.remote.obtain_all(environment.other_keys().iter().copied());
+            let guard = timeout(recovery_limit, others.lock())
+                .await
+                .unwrap_or_else(|_| panic!("{run}: another key is not free"))
+                .unwrap();
+            guard.unlock().await.unwrap();
+        }
 
         // A late request does not lock the key again for longer than allowed.
         if !environment.late.is_zero() {
