@@ -40,8 +40,8 @@ struct Records {
     /// tokens grow over all keys, and therefore for each key.
     last_token: AtomicU64,
     /// The largest token of the blocks that exclusive grants have used without a reservation. The
-    /// next token is larger. A value of its own, because `last_token` decreases when reserved tokens
-    /// are returned.
+    /// next token is larger. A value of its own, because `last_token` decreases when reserved
+    /// tokens are returned.
     last_covered: AtomicU64,
     /// Microseconds since 1970 when the first token was granted.
     epoch_us: OnceLock<u64>,

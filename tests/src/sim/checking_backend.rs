@@ -1,6 +1,7 @@
 //! Records every request from one process to the store, and rejects those that violate I8.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -17,6 +18,8 @@ use super::FaultProfile;
 pub(super) struct CheckingBackend {
     inner: Arc<dyn LockBackend>,
     is_calm: bool,
+    /// The process has crashed.
+    is_cut: AtomicBool,
     requests: Mutex<RequestLog>,
     invalidations: Mutex<InvalidationSource>,
 }
@@ -51,6 +54,7 @@ impl CheckingBackend {
         Arc::new(Self {
             inner,
             is_calm: fault_profile == FaultProfile::Calm,
+            is_cut: AtomicBool::new(false),
             requests: Mutex::default(),
             invalidations: Mutex::new(InvalidationSource { rng, registry: None }),
         })
@@ -100,6 +104,7 @@ impl LockBackend for CheckingBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.check_connected()?;
         let key = claim.key();
         {
             let mut requests = self.requests();
@@ -134,6 +139,9 @@ impl LockBackend for CheckingBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        if let Err(error) = self.check_connected() {
+            return vec![Err(error); claims.len()];
+        }
         claims.iter().for_each(|claim| self.maybe_invalidate(claim.key()));
         let answers = self.inner.renew(claims).await;
         claims.iter().for_each(|claim| self.maybe_invalidate(claim.key()));
@@ -141,6 +149,7 @@ impl LockBackend for CheckingBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.check_connected()?;
         let key = claim.key();
         let is_tracked = {
             let mut requests = self.requests();
@@ -184,6 +193,18 @@ impl LockBackend for CheckingBackend {
 }
 
 impl CheckingBackend {
+    /// Loses all later requests, because the process has crashed.
+    pub(super) fn cut(&self) {
+        self.is_cut.store(true, Ordering::Relaxed);
+    }
+
+    fn check_connected(&self) -> Result<(), BackendError> {
+        if self.is_cut.load(Ordering::Relaxed) {
+            return Err(BackendError::transient("the process has crashed on purpose"));
+        }
+        Ok(())
+    }
+
     /// Records that a client of this process has a guard of this claim.
     pub(super) fn record_hold(&self, claim: &Claim) {
         if claim.mode() == ClaimMode::Exclusive && !claim.is_conversion() {

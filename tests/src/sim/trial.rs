@@ -188,10 +188,8 @@ impl Trial {
             sleep(Duration::from_millis(rng.u64(1_000..20_000))).await;
             let process = self.process(50 + number, &mut rng);
             let crashed = self.slots[rng.usize(..self.slots.len())].replace(process);
-            // From now on no request of the process arrives, and its clients drop all they have.
-            let lost = [Operation::Acquire, Operation::Renew, Operation::Release];
-            let cut = |faults: Faults, operation| faults.always(operation, Fault::LoseRequest);
-            crashed.network.apply(lost.into_iter().fold(Faults::none(), cut));
+            // No later request of the process is sent, and its clients drop all they have.
+            crashed.checking_backend.cut();
             crashed.crash.crash();
             self.crashed.push(crashed);
         }
@@ -371,7 +369,8 @@ impl TrialState {
         }
     }
 
-    /// Reads the resource that the key protects. A valid reader sees no write of a later holder. I1.
+    /// Reads the resource that the key protects. A valid reader sees no write of a later holder.
+    /// I1.
     fn read(&self, guard: &LockGuard) {
         let resources = self.resources.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(newest) = resources.get(guard.key()) {
