@@ -15,6 +15,8 @@ use registry_testkit::etcd::EtcdServer;
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_zk::{ZkBackend, ZkConfig};
 
 fn main() {
     let runtime =
@@ -48,6 +50,11 @@ fn main() {
             let server = EtcdServer::start().await.unwrap();
             let address = (server.addr().ip().to_string(), server.addr().port());
             bench("etcd", EtcdBackend::open(EtcdConfig::new([address])).await.unwrap()).await;
+        }
+        if is_selected("zk") {
+            let server = ZooKeeperServer::start().await.unwrap();
+            let config = ZkConfig::from_url(&server.url()).unwrap();
+            bench("ZooKeeper", ZkBackend::open(config).await.unwrap()).await;
         }
     });
 }

@@ -37,8 +37,10 @@ pub(crate) struct Engine {
     pub(crate) memory: Option<MemoryBackend>,
     pub(crate) capabilities: Capabilities,
     pub(crate) defaults: Defaults,
-    /// The options of a claim whose caller sets none. Shared by all these claims.
+    /// The options of an exclusive claim whose caller sets none. Shared by all these claims.
     pub(crate) default_options: Arc<ClaimOptions>,
+    /// The same for shared claims.
+    pub(crate) default_shared_options: Arc<ClaimOptions>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
     pub(crate) schedule: Arc<Schedule>,
@@ -74,12 +76,17 @@ impl Engine {
         options: &LockOptions,
         mode: ClaimMode,
     ) -> Result<Option<Arc<ClaimOptions>>, LockError> {
-        if mode != ClaimMode::Exclusive || options.overrides_defaults() {
-            let resolved =
-                ClaimOptions::resolve(options, mode, &self.defaults, &self.capabilities)?;
-            return Ok(Some(Arc::new(resolved)));
+        match mode {
+            ClaimMode::Exclusive if !options.overrides_defaults() => Ok(None),
+            ClaimMode::Shared if !options.overrides_defaults() => {
+                Ok(Some(Arc::clone(&self.default_shared_options)))
+            }
+            _ => {
+                let resolved =
+                    ClaimOptions::resolve(options, mode, &self.defaults, &self.capabilities)?;
+                Ok(Some(Arc::new(resolved)))
+            }
         }
-        Ok(None)
     }
 
     pub(crate) fn is_closing(&self) -> bool {

@@ -156,6 +156,18 @@ impl LockRecord {
         RecordEntry { token: Some(token), until, ..RecordEntry::new(claim, since) }
     }
 
+    /// Returns the first fields of the [text](Self::to_text) of a granted entry of `claim`: its id
+    /// and mode. The letter of the mode is no hexadecimal digit, so this text occurs only at the
+    /// start of that entry.
+    #[must_use]
+    pub fn entry_prefix(claim: &Claim) -> String {
+        let mut record = Self::new();
+        record.insert(Self::granted_entry(claim, FencingToken::MAX, 0, 0));
+        let mut text = record.to_text();
+        text.truncate(text::UNTIL_AT);
+        text
+    }
+
     /// Removes the entries whose lease or place in the queue has ended. Returns whether it has
     /// removed any.
     pub fn remove_expired(&mut self, now: u64) -> bool {
@@ -482,7 +494,7 @@ mod text {
     }
 
     /// The position of `until` in an entry.
-    const UNTIL_AT: usize = 33;
+    pub(super) const UNTIL_AT: usize = 33;
     /// The position of the token block in an entry.
     const BLOCK_AT: usize = UNTIL_AT + 3 * 16 + 19;
 

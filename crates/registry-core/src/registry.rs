@@ -546,6 +546,8 @@ impl RegistryBuilder {
             &capabilities,
         )
         .map_err(|error| ConfigError::Invalid(error.to_string()))?;
+        let default_shared_options =
+            ClaimOptions { mode: ClaimMode::Shared, ..default_options.clone() };
         let (background, background_work) = BackgroundReleaser::new();
         let stall_detector_task = background.stall_detector().task();
         let local_locks = Arc::new(LocalLocks::new());
@@ -567,6 +569,7 @@ impl RegistryBuilder {
             capabilities,
             defaults,
             default_options: Arc::new(default_options),
+            default_shared_options: Arc::new(default_shared_options),
             observers,
             schedule,
             invalidations,

@@ -66,8 +66,8 @@ pub fn check_queued(history: &History) -> Result<Checked, Violation> {
     check_with(history, busy_answers_queued)
 }
 
-/// Runs the checks of a history whose busy answers are not judged: [`token_order`] and [`validity`].
-/// Returns the number of judged grants.
+/// Runs the checks of a history whose busy answers are not judged: [`token_order`] and
+/// [`validity`]. Returns the number of judged grants.
 ///
 /// # Errors
 /// Returns the first [`Violation`].

@@ -287,9 +287,9 @@ async fn resolve_creation(
     Ok(())
 }
 
-/// Returns whether the nodes that block a waiter certainly still do. Sends at most one request to the
-/// leader, which concurrent callers share, and does not list the queue. Periodically returns false:
-/// the waiter then lists the queue, and so detects a deletion of its own node.
+/// Returns whether the nodes that block a waiter certainly still do. Sends at most one request to
+/// the leader, which concurrent callers share, and does not list the queue. Periodically returns
+/// false: the waiter then lists the queue, and so detects a deletion of its own node.
 pub(crate) async fn is_blocked_as_before(
     session: &Arc<ZkSession>,
     watched: Option<&WatchedNodes>,

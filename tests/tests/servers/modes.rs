@@ -24,6 +24,7 @@ use registry_testkit::holder::{
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
+use registry_testkit::zookeeper::ZooKeeperServer;
 use tokio::time::Instant;
 
 /// Long enough for any machine; reached only by a test that fails.
@@ -128,6 +129,7 @@ on_each_store! {
     mariadb: MariaDbServer::start(), |server: &MariaDbServer| server.url(), "lease";
     redis: RedisServer::start(&[]), |server: &RedisServer| server.url(), "lease";
     etcd: EtcdServer::start(), |server: &EtcdServer| format!("etcd://{}", server.addr()), "lease";
+    zookeeper: ZooKeeperServer::start(), |server: &ZooKeeperServer| server.url(), "session";
 }
 
 #[test]

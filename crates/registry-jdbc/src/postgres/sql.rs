@@ -369,8 +369,8 @@ const WRITE_GRANT: &str = "\
     FROM (SELECT FROM {locks} WHERE {is_as_read} FOR UPDATE) AS seen \
     WHERE l.id = $1::bytea RETURNING {notify}";
 
-/// Grants the key like [`REACQUIRE`], to a claim that is then alone in a record. The statement writes
-/// the text of the record with the times and the token of the grant.
+/// Grants the key like [`REACQUIRE`], to a claim that is then alone in a record. The statement
+/// writes the text of the record with the times and the token of the grant.
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block on
 const REACQUIRE_ALONE: &str = "\

@@ -366,7 +366,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
             _ => &texts.fence_shared_grant,
         };
         let mut statement = self.fence_statement(text, claim, token);
-        statement.values.push(several::entry_prefix(claim));
+        statement.values.push(Value::entry_prefix(claim));
         statement
     }
 }

@@ -403,7 +403,8 @@ impl<D: Dialect> LeaseTable<D> {
 
     /// Ends the grant of `claim` if it is alone in its record.
     async fn release_alone(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let mut values = vec![self.id(claim.key()), entry_prefix(claim), Value::token_block(claim)];
+        let mut values =
+            vec![self.id(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
         values.extend(self.wakeups.notification(self.row_id(claim.key())));
         let statement =
             Statement::new(&self.statements().release_alone, values).with_at_most_one_row();
@@ -544,17 +545,6 @@ pub(super) fn decode_holders<D: Dialect>(
     Ok(parse_record::<D>(bytes::<D>(row, 2)?.as_deref())?.holders(&key, now))
 }
 
-/// Returns the beginning of the text of a granted entry of `claim`: its id in hexadecimal digits,
-/// and the letter of its mode. That letter is no hexadecimal digit, so the text occurs only at the
-/// start of this entry.
-pub(super) fn entry_prefix(claim: &Claim) -> Value {
-    let mut record = LockRecord::new();
-    record.insert(LockRecord::granted_entry(claim, FencingToken::MAX, 0, 0));
-    let mut text = record.to_text();
-    text.truncate(ENTRY_PREFIX_LEN);
-    Value::bytes(text.as_bytes())
-}
-
 /// Returns whether a new grant of `claim` joins readers. Such a grant need not wait for open fenced
 /// transactions: all of them are of readers, because the first reader's grant waited for the
 /// others.
@@ -607,6 +597,3 @@ const LOCKED_ROW_PAUSES: [Duration; 4] = [
 
 /// The number of keys whose records are renewed at the same time.
 const RENEWALS_CONCURRENT: usize = 4;
-
-/// The length of an entry's id and mode.
-const ENTRY_PREFIX_LEN: usize = 33;

@@ -19,7 +19,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendError, Claim, FencingToken, Holder, Key, Release};
+use registry_core::{BackendError, Claim, FencingToken, Holder, Key, LockRecord, Release};
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use super::dialect::Dialect;
@@ -149,6 +149,11 @@ impl Value {
 
     pub(crate) fn claim(claim: &Claim) -> Self {
         Self::bytes(&claim.id().to_bytes())
+    }
+
+    /// Returns [`LockRecord::entry_prefix`].
+    pub(crate) fn entry_prefix(claim: &Claim) -> Self {
+        Self::bytes(LockRecord::entry_prefix(claim).as_bytes())
     }
 
     pub(crate) fn claims(claims: &[&Claim]) -> Self {

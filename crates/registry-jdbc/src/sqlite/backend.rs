@@ -167,7 +167,7 @@ impl SqliteBackend {
     ) -> Result<Option<FencingToken>, BackendError> {
         let wall = self.statements.clock.wall();
         let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
-        let token = if is_first_attempt && wall >= self.next_token_min.load(Ordering::Relaxed) {
+        let token = if is_first_attempt && self.is_above_granted_tokens(wall) {
             let make_statement = move || statements.acquire(sql::ACQUIRE_AT, &owned_claim, wall);
             if self.writer.execute_low_priority(make_statement).await? == 0 {
                 return Ok(None);
@@ -183,6 +183,11 @@ impl SqliteBackend {
         let next = token.saturating_add(i64::from(claim.token_block()));
         self.next_token_min.fetch_max(next, Ordering::Relaxed);
         self.fencing_token(token).map(Some)
+    }
+
+    /// Returns whether `token` is above all tokens that this backend has granted.
+    pub(super) fn is_above_granted_tokens(&self, token: i64) -> bool {
+        token >= self.next_token_min.load(Ordering::Relaxed)
     }
 
     /// Returns the current grant of the key.

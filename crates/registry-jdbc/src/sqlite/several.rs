@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Holder, Key, LockRecord,
-    Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimMode, FencingToken, Grant, Holder,
+    Key, LockRecord, Release, Renewal,
 };
 
 use super::backend::{SqliteBackend, release_limit};
@@ -58,6 +58,12 @@ struct ReadRow {
 impl SqliteBackend {
     /// Tries to acquire the key in the mode of `claim`.
     pub(super) async fn try_acquire_several(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if claim.mode() != ClaimMode::Exclusive
+            && !claim.is_conversion()
+            && let Some(grant) = self.try_grant_alone(claim).await?
+        {
+            return Ok(Attempt::Granted(grant));
+        }
         for _ in 0..CHANGES_MAX {
             let row = self.read_row(claim.key()).await?.ok_or_else(|| self.other_boot_error())?;
             let now = self.now();
@@ -88,8 +94,32 @@ impl SqliteBackend {
         Err(self.too_many_changes())
     }
 
+    /// Grants a free key to `claim`, which is then alone in its record, in one statement. Returns
+    /// `None` if the key is held, or if its tokens are ahead of the wall clock.
+    async fn try_grant_alone(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
+        let wall = self.statements.clock.wall();
+        if !self.is_above_granted_tokens(wall) {
+            return Ok(None);
+        }
+        let token = self.fencing_token(wall)?;
+        let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
+        let make_statement = move || statements.acquire_alone(&owned_claim, token);
+        if self.writer.execute_low_priority(make_statement).await? == 0 {
+            return Ok(None);
+        }
+        self.raise_next_token_min(wall.saturating_add(i64::from(claim.token_block()) - 1));
+        Ok(Some(Grant::new(token, claim.lease())))
+    }
+
     /// Ends the grant or the wait of `claim`.
     pub(super) async fn release_several(&self, claim: &Claim) -> Result<Release, BackendError> {
+        if claim.mode() != ClaimMode::Exclusive {
+            let (statements, released) = (Arc::clone(&self.statements), claim.clone());
+            let make_statement = move || statements.release_alone(&released);
+            if self.writer.execute_within(release_limit(claim), make_statement).await? > 0 {
+                return Ok(Release::Freed);
+            }
+        }
         for _ in 0..CHANGES_MAX {
             let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
                 return Ok(Release::NotHeld);

@@ -126,6 +126,19 @@ pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
+/// Ends the grant of a claim that is alone in its record, like [`RELEASE`]. A record with another
+/// claim, or with a grant that is not the newest one of the key, is not changed. The positions are
+/// those of [`LockRecord::to_text`](registry_core::LockRecord::to_text).
+///
+/// Parameters: namespace, key, the first 33 characters of the entry, now, boot, tokens used.
+pub(super) const RELEASE_ALONE: &str = "\
+    UPDATE main.lock_registry_locks SET \
+        claim = NULL, label = NULL, since = max(since + 1, ?4), until = ?4, block = min(block, ?6) \
+    WHERE namespace = ?1 AND key = ?2 AND claim = x'2b' AND until > ?4 AND boot = ?5 \
+        AND substr(label, 1, 33) = ?3 AND instr(label, ';') = length(label) \
+        AND substr(label, 34, 16) > printf('%016d', ?4) \
+        AND substr(label, 82, 19) = printf('%019d', token)";
+
 /// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now,
 /// boot.
 pub(super) const FORCE_RELEASE: &str = "\

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use registry_core::{Claim, FencingToken, Key};
+use registry_core::{Claim, FencingToken, Key, LockRecord};
 use sqlx::query::Query;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
-use super::several::SqliteRowState;
+use super::several::{MARKER, SqliteRowState};
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
@@ -34,14 +34,37 @@ impl SqliteStatementBinder {
 
     /// Binds [`sql::ACQUIRE_AT`] or [`sql::ACQUIRE_ABOVE`].
     pub(super) fn acquire(&self, sql: &'static str, claim: &Claim, token: i64) -> SqliteQuery {
+        let (now, label) = (self.clock.now(), claim.label().map(str::to_owned));
+        self.grant(sql, claim, claim_bytes(claim), token, label, now)
+    }
+
+    /// Binds [`sql::ACQUIRE_AT`] for a claim that is then alone in its record.
+    pub(super) fn acquire_alone(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         let now = self.clock.now();
+        let until = now.saturating_add(to_micros(claim.lease()));
+        let (since, until) = (now.cast_unsigned(), until.cast_unsigned());
+        let mut record = LockRecord::new();
+        record.insert(LockRecord::granted_entry(claim, token, since, until));
+        let label = Some(record.to_text());
+        self.grant(sql::ACQUIRE_AT, claim, MARKER.to_vec(), token.get().cast_signed(), label, now)
+    }
+
+    fn grant(
+        &self,
+        sql: &'static str,
+        claim: &Claim,
+        claim_column: Vec<u8>,
+        token: i64,
+        label: Option<String>,
+        now: i64,
+    ) -> SqliteQuery {
         query(sql)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
-            .bind(claim_bytes(claim))
+            .bind(claim_column)
             .bind(token)
             .bind(i64::from(claim.token_block()))
-            .bind(claim.label())
+            .bind(label)
             .bind(now)
             .bind(now.saturating_add(to_micros(claim.lease())))
             .bind(Arc::clone(&self.boot))
@@ -63,6 +86,16 @@ impl SqliteStatementBinder {
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
             .bind(claim_bytes(claim))
+            .bind(self.clock.now())
+            .bind(Arc::clone(&self.boot))
+            .bind(i64::from(claim.token_block()))
+    }
+
+    pub(super) fn release_alone(&self, claim: &Claim) -> SqliteQuery {
+        query(sql::RELEASE_ALONE)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(claim.key()))
+            .bind(LockRecord::entry_prefix(claim))
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
             .bind(i64::from(claim.token_block()))
