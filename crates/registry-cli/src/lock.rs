@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use lock_registry::modes::{MultiGuard, MultiLock, Semaphore};
+use lock_registry::modes::{ClaimMode, MultiGuard, MultiLock};
 use lock_registry::{
     DistributedLock, FencingToken, Key, LockError, LockGuard, LockOptions, LockRegistryExt as _,
     LostReason, Registry,
@@ -17,22 +17,13 @@ use crate::exit::CliError;
 pub(crate) struct LockRequest {
     key: Key,
     others: Vec<Key>,
-    mode: RequestedMode,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum RequestedMode {
-    Exclusive,
-    Shared,
-    Permits { take: u32, of: u32 },
+    mode: ClaimMode,
 }
 
 /// A lock of the registry.
 #[derive(Debug)]
 pub(crate) enum RequestedLock {
-    Exclusive(DistributedLock),
-    Shared(DistributedLock),
-    Permits(Semaphore, u32),
+    Single(DistributedLock, ClaimMode),
     Several(MultiLock),
 }
 
@@ -40,9 +31,9 @@ impl LockRequest {
     pub(crate) fn check(key: Key, args: &AcquireArgs) -> Result<Self, CliError> {
         let others = args.also.iter().map(args::parse_key).collect::<Result<_, _>>()?;
         let mode = match args.permits {
-            Some(of) => RequestedMode::Permits { take: args.take, of },
-            None if args.shared => RequestedMode::Shared,
-            None => RequestedMode::Exclusive,
+            Some(of) => ClaimMode::Permits { take: args.take, of },
+            None if args.shared => ClaimMode::Shared,
+            None => ClaimMode::Exclusive,
         };
         Ok(Self { key, others, mode })
     }
@@ -52,17 +43,11 @@ impl LockRequest {
     }
 
     pub(crate) fn obtain(&self, registry: &Registry) -> RequestedLock {
-        match self.mode {
-            _ if !self.others.is_empty() => {
-                let keys = std::iter::once(&self.key).chain(&self.others);
-                RequestedLock::Several(registry.obtain_all(keys.map(Key::as_str)))
-            }
-            RequestedMode::Exclusive => RequestedLock::Exclusive(registry.obtain(self.key())),
-            RequestedMode::Shared => RequestedLock::Shared(registry.obtain(self.key())),
-            RequestedMode::Permits { take, of } => {
-                RequestedLock::Permits(registry.semaphore(self.key(), of), take)
-            }
+        if self.others.is_empty() {
+            return RequestedLock::Single(registry.obtain(self.key()), self.mode);
         }
+        let keys = std::iter::once(&self.key).chain(&self.others);
+        RequestedLock::Several(registry.obtain_all(keys.map(Key::as_str)))
     }
 }
 
@@ -74,9 +59,7 @@ impl RequestedLock {
         options: LockOptions,
     ) -> Result<HeldLock, LockError> {
         let guards = match self {
-            Self::Exclusive(lock) => lock.lock_with(options).await?.into(),
-            Self::Shared(lock) => lock.read_with(options).await?.into(),
-            Self::Permits(semaphore, take) => semaphore.acquire_with(*take, options).await?.into(),
+            Self::Single(lock, mode) => lock.acquire(*mode, options).await?.into(),
             Self::Several(lock) => lock.lock_with(options).await?,
         };
         Ok(HeldLock { key: key.to_owned(), guards })

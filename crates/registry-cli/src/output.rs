@@ -223,7 +223,7 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
         Self {
             key: holder.key.as_str(),
             held: true,
-            mode: Some(mode_name(holder.mode)),
+            mode: Some(holder.mode.name()),
             units: permits(holder.mode).map(|(take, _)| take),
             units_of: permits(holder.mode).map(|(_, of)| of),
             label: holder.label.as_deref(),
@@ -248,17 +248,6 @@ impl<'a> HolderView<'a> {
             held_for_ms: None,
             lease_left_ms: None,
         }
-    }
-}
-
-/// Returns the name of a mode in JSON.
-fn mode_name(mode: ClaimMode) -> &'static str {
-    match mode {
-        ClaimMode::Exclusive => "exclusive",
-        ClaimMode::Shared => "shared",
-        ClaimMode::Upgradable => "upgradable",
-        ClaimMode::Permits { .. } => "permits",
-        _ => "other",
     }
 }
 

@@ -114,7 +114,9 @@ impl Conversion {
                 let guard = LockGuard::new(hold);
                 return Err(invalid(&guard, to, "it has other guards; drop them first"));
             }
-            (Shared, Exclusive) => "a shared lock could wait for itself; acquire it as upgradable",
+            (Shared, Exclusive) => {
+                "two shared holders would wait for each other; acquire it as upgradable"
+            }
             _ => "the lock has another mode; check `mode()`",
         };
         Err(invalid(&guard, to, problem))
