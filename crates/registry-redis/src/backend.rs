@@ -191,7 +191,7 @@ impl LockBackend for RedisBackend {
         };
         let released = released.map_err(|error| self.with_address(error))?;
         if released.others_remain {
-            // The verification of other grants of this process starts the tracking of the key again.
+            // Their verification starts the tracking of the key again.
             self.verify_other_grants(claim.key());
         }
         Ok(released.outcome)
