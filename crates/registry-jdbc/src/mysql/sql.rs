@@ -391,8 +391,8 @@ const WRITE_RECORD: &str = "\
     WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";
 
 /// Grants the key like [`REACQUIRE`], to a claim that is then alone in a record. The statement
-/// writes the text of the record with the times and the token of the grant. `label` is assigned after
-/// `token`, which it contains.
+/// writes the text of the record with the times and the token of the grant. `label` is assigned
+/// after `token`, which it contains.
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block
 /// on.

@@ -79,14 +79,14 @@ impl Tape {
     /// Asserts that the token order and the search refuse the history.
     fn assert_refused(&self, promise: Promise, parts: &[&str]) {
         let history = self.history();
-        let found = token_order(&history).unwrap_err();
+        let found = token_order(&history).expect_err("the checker finds the violation");
         assert_message(&found, promise, parts);
         assert_eq!(search_result(&history), not_linearizable());
     }
 
     /// Asserts that the check of the guards refuses the history.
     fn assert_invalid(&self, promise: Promise) -> Violation {
-        let found = validity(&self.history()).unwrap_err();
+        let found = validity(&self.history()).expect_err("the checker finds the violation");
         assert_message(&found, promise, &[]);
         found
     }
