@@ -104,25 +104,26 @@ impl MemoryBackend {
 }
 
 impl Records {
-    /// Returns the token of the next grant.
+    /// Returns the first of `block` tokens, and makes the next one larger than all of them.
     ///
     /// The count starts at the microseconds since 1970. A resource that remembers tokens of an
     /// earlier run of the process therefore accepts those of this one. The exception is an earlier
     /// run that granted more than a million locks a second throughout.
-    fn next_token(&self) -> Option<FencingToken> {
+    fn next_token(&self, block: u32) -> Option<FencingToken> {
         // Read once: every later token is larger than the one before in any case.
         let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
             let covered = self.last_covered.load(Ordering::Acquire);
-            let token = last.max(covered).saturating_add(1).max(now);
+            let token = FencingToken::new(last.max(covered).saturating_add(1).max(now))?;
+            let reserved = last_of_block(token, block);
             match self.last_token.compare_exchange_weak(
                 last,
-                token,
+                reserved,
                 Ordering::AcqRel,
                 Ordering::Relaxed,
             ) {
-                Ok(_) => return FencingToken::new(token),
+                Ok(_) => return Some(token),
                 Err(seen) => last = seen,
             }
         }
@@ -137,11 +138,9 @@ impl Records {
         }
     }
 
-    /// Returns the first of `block` tokens, and makes the next token larger than all of them.
+    /// As [`next_token`](Self::next_token), with an error if no tokens are left.
     fn reserve_tokens(&self, block: u32) -> Result<FencingToken, BackendError> {
-        let token = self.next_token().ok_or_else(out_of_tokens)?;
-        self.last_token.fetch_max(last_of_block(token, block), Ordering::AcqRel);
-        Ok(token)
+        self.next_token(block).ok_or_else(out_of_tokens)
     }
 
     /// Returns the reserved tokens that a grant did not use, if no later one was granted.
@@ -496,7 +495,7 @@ impl Records {
     fn grant(&self, claim: &Claim, now: Moment) -> Result<ExclusiveGrant, BackendError> {
         Ok(ExclusiveGrant {
             claim: claim.id(),
-            token: self.next_token().ok_or_else(out_of_tokens)?,
+            token: self.next_token(1).ok_or_else(out_of_tokens)?,
             block: claim.token_block(),
             since: now,
             until: now.after(claim.lease()),

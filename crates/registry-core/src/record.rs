@@ -212,6 +212,27 @@ impl LockRecord {
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
     }
 
+    /// Returns whether a store need not write this record after a busy attempt of `claim`: it is
+    /// like `before`, or only the expiry of the claim's place is later, which an earlier attempt
+    /// has extended recently.
+    #[must_use]
+    pub fn need_not_replace(&self, before: &Self, claim: &Claim, now: u64) -> bool {
+        let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
+        let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
+        let is_same = |(before, after): (&RecordEntry, &RecordEntry)| {
+            let mut extended = before.clone();
+            (extended.until, extended.upgrade_until) = (after.until, after.upgrade_until);
+            before == after
+                || before.id == claim.id()
+                    && extended == *after
+                    && (before.until == after.until || before.until > recent)
+                    && (before.upgrade_until == after.upgrade_until
+                        || before.upgrade_until > recent)
+        };
+        before.entries.len() == self.entries.len()
+            && before.entries.iter().zip(&self.entries).all(is_same)
+    }
+
     /// Returns what a store must write for an attempt of `claim`. `now` is a recent time of the
     /// store's clock.
     #[must_use]
@@ -435,6 +456,10 @@ impl LockRecord {
         self.entries.iter_mut().find(ours)
     }
 }
+
+/// A busy attempt extends its place when this part of the lease (1/8) has passed since the last
+/// extension.
+const PLACE_AGE_DIVISOR: u64 = 8;
 
 fn after(now: u64, time: Duration) -> u64 {
     now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))

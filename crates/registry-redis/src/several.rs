@@ -64,6 +64,25 @@ impl StoredValue {
         Self { value: Vec::new(), remaining_ms: -2, now: 0, event_seq, is_guess: true }
     }
 
+    /// Returns the end of an exclusive grant with this value, or `None` if the key has no expiry.
+    /// Returns a later time by [`EXPIRY_MARGIN`], within which the script that replaces the value
+    /// does not notice a renewal.
+    fn exclusive_end(&self) -> Option<u64> {
+        parse_pttl(self.remaining_ms).map(|left| self.after(left + EXPIRY_MARGIN))
+    }
+
+    fn after(&self, time: Duration) -> u64 {
+        self.now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+    }
+
+    /// Returns the value of an exclusive grant's end that the script expects.
+    fn expected_end(&self) -> String {
+        if self.value.is_empty() || self.value.starts_with(PREFIX.as_bytes()) {
+            return String::new();
+        }
+        self.exclusive_end().unwrap_or(0).to_string()
+    }
+
     /// Returns the record. Returns `None` if the value belongs to another program.
     fn record(&self) -> Result<Option<LockRecord>, BackendError> {
         if self.value.is_empty() {
@@ -75,8 +94,7 @@ impl StoredValue {
         let Some((id, token, since, label)) = ExclusiveRecord::parts(&self.value) else {
             return Ok(None);
         };
-        let left = parse_pttl(self.remaining_ms).unwrap_or(WITHOUT_EXPIRY);
-        let until = self.now.saturating_add(u64::try_from(left.as_micros()).unwrap_or(u64::MAX));
+        let until = self.exclusive_end().unwrap_or_else(|| self.after(WITHOUT_EXPIRY));
         let holder = Claim::new(PLACEHOLDER_KEY.with(Clone::clone), Duration::ZERO)
             .with_id(id)
             .with_label(label.map(Into::into));
@@ -149,11 +167,17 @@ impl RedisStore {
                 };
                 return Ok(AttemptResult::FromRecord(Attempt::Busy(busy), seen.event_seq));
             };
+            let unchanged = self.durability.is_required().then(|| record.clone());
             let written = match record.attempt(claim, seen.now) {
                 RecordChange::Nothing(_) if seen.is_guess => continue,
-                RecordChange::Nothing(attempt) => {
-                    return Ok(AttemptResult::FromRecord(attempt, seen.event_seq));
-                }
+                RecordChange::Nothing(attempt) => match unchanged {
+                    // Written again, so that WAIT and WAITAOF cover a grant whose response was
+                    // lost.
+                    Some(record) if matches!(attempt, Attempt::Granted(_)) => {
+                        self.replace(claim, &lock, &seen, &record, attempt).await?
+                    }
+                    _ => return Ok(AttemptResult::FromRecord(attempt, seen.event_seq)),
+                },
                 RecordChange::Replace(record, attempt) => {
                     self.replace(claim, &lock, &seen, &record, attempt).await?
                 }
@@ -175,7 +199,7 @@ impl RedisStore {
         let event_seq = last_event_seq();
         // The expected value `?` matches no value, so the script writes nothing and returns the
         // current value.
-        let call = self.scripts.replace_record.call([lock]).arg("?").arg("?").arg(1);
+        let call = self.scripts.replace_record.call([lock]).arg("?").arg("?").arg(1).arg("");
         match self.connections.run(self.slot(lock), &call).await? {
             Value::Array(parts) => StoredValue::parse(&parts, event_seq),
             _ => Err(unexpected_response()),
@@ -196,7 +220,8 @@ impl RedisStore {
             if record.is_empty() { String::new() } else { PREFIX.to_owned() + &record.to_text() };
         let ttl = Duration::from_micros(record.until().saturating_sub(seen.now));
         let mut call = self.scripts.replace_record.call([lock]);
-        call = call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1);
+        call =
+            call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1).arg(seen.expected_end());
         let is_granted = matches!(attempt, Attempt::Granted(_));
         if is_granted {
             // This attempt is a conversion to a weaker mode, or withdraws an upgrade. Both may let
@@ -277,5 +302,8 @@ enum Written {
 const PREFIX: &str = "+;";
 /// The number of changes by other clients after which an attempt fails.
 const WRITE_ATTEMPTS_MAX: u32 = 100;
+/// The expiry of an exclusive grant may be later by this time than the script that replaces its
+/// value expects: times are rounded to milliseconds.
+const EXPIRY_MARGIN: Duration = Duration::from_millis(3);
 /// The remaining lease of a key whose expiry another client has removed.
 const WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);

@@ -65,7 +65,7 @@ pub(crate) struct RedisStore {
     /// `PUBLISH` or `SPUBLISH`.
     pub(crate) publish_command: &'static str,
     pub(crate) token_retention: Duration,
-    durability: Durability,
+    pub(crate) durability: Durability,
 }
 
 impl RedisStore {

@@ -115,18 +115,26 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
     assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
 }
 
-/// An upgrade is granted although another exclusive claim waits for the key, which would otherwise
-/// wait for it in turn.
+/// An upgrade is granted although another claim waits for the key, which would otherwise wait for it
+/// in turn. The waiting claim is granted later, and so with a larger token.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
-    let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
-    busy(&*second, &writer).await;
-    granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-    busy(&*second, &writer).await;
-    freed(&*first, &claim).await;
-    granted(&*second, &writer).await;
-    freed(&*second, &writer).await;
+    for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable] {
+        let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+        let waiting = context.claim(mode).with_queueing(Queueing::ExclusiveIntent);
+        busy(&*second, &waiting).await;
+        let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+        busy(&*second, &waiting).await;
+        freed(&*first, &claim).await;
+        let next = granted(&*second, &waiting).await;
+        assert!(
+            !context.capabilities().fencing || next.token > upgraded.token,
+            "{mode}: {next:?} after {upgraded:?}"
+        );
+        let again = granted(&*second, &waiting).await;
+        assert!(!context.capabilities().fencing || again.token == next.token, "{again:?}");
+        freed(&*second, &waiting).await;
+    }
 }
 
 /// The token of an upgrade is larger than those of the claim and of all readers before it. A later

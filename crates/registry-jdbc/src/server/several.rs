@@ -209,7 +209,7 @@ impl<D: Dialect> LeaseTable<D> {
                 Ok::<_, BackendError>(token)
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
-            if !is_granted && is_unchanged(&before, &record, claim, stored.now()) {
+            if !is_granted && record.need_not_replace(&before, claim, stored.now()) {
                 let mark = stored.columns.as_ref();
                 return Ok(self.with_mark(claim, attempt, position, mark));
             }
@@ -557,30 +557,8 @@ fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
         && before.entries().iter().any(is_reader)
 }
 
-/// Returns whether a busy attempt need not be written: nothing has changed, or only the expiry of
-/// the claim's place, which an earlier attempt extended recently.
-fn is_unchanged(before: &LockRecord, after: &LockRecord, claim: &Claim, now: u64) -> bool {
-    let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
-    let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
-    let is_same = |(before, after): (&RecordEntry, &RecordEntry)| {
-        let mut extended = before.clone();
-        (extended.until, extended.upgrade_until) = (after.until, after.upgrade_until);
-        before == after
-            || before.id == claim.id()
-                && extended == *after
-                && (before.until == after.until || before.until > recent)
-                && (before.upgrade_until == after.upgrade_until || before.upgrade_until > recent)
-    };
-    before.entries().len() == after.entries().len()
-        && before.entries().iter().zip(after.entries()).all(is_same)
-}
-
 /// The number of changes by other clients after which a request fails.
 const WRITE_ATTEMPTS_MAX: u32 = 50;
-
-/// A busy attempt extends its place when this part of the lease (1/8) has passed since the last
-/// extension.
-const PLACE_AGE_DIVISOR: u64 = 8;
 
 /// The time after which a claim that joins the queue repeats an attempt whose place could not be
 /// written.

@@ -76,16 +76,18 @@ impl SqliteBackend {
                 new_token = Some(token);
                 Ok::<_, BackendError>(token)
             })?;
-            if record == before {
+            let is_granted = matches!(attempt, Attempt::Granted(_));
+            if record == before || !is_granted && record.need_not_replace(&before, claim, now) {
                 return Ok(self.with_mark(attempt, &row.state));
             }
-            let mut new = self.row_with(&row.state, &record, now);
+            let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
+            // A conversion to a weaker mode may let others in. So may the grant of a queued claim,
+            // because those behind it move up.
+            let lets_others_in = is_granted && had_entry;
+            let mut new = self.row_with(&row.state, &record, now, lets_others_in);
             if let Some(token) = new_token {
                 new.token = Some(token.get().cast_signed());
                 new.block = i64::from(claim.token_block());
-            }
-            if claim.is_conversion() {
-                new.since = new.since.max(row.state.since + 1);
             }
             if self.write_row(claim.key(), release_limit(claim), &row.state, &new).await? {
                 return Ok(self.with_mark(attempt, &new));
@@ -129,8 +131,7 @@ impl SqliteBackend {
             let Some(entry) = record.release(claim).filter(|_| row.is_several()) else {
                 return Ok(Release::NotHeld);
             };
-            let mut new = self.row_with(&row, &record, now);
-            new.since = new.since.max(row.since + 1);
+            let mut new = self.row_with(&row, &record, now, true);
             if entry.token.map(|token| token.get().cast_signed()) == row.token {
                 // No later grant exists, so the next one can use the unused tokens.
                 new.block = new.block.min(i64::from(claim.token_block()));
@@ -153,8 +154,7 @@ impl SqliteBackend {
             if !row.is_several() || record.force_release(now) == Release::NotHeld {
                 return Ok(Release::NotHeld);
             }
-            let mut new = self.row_with(&row, &record, now);
-            new.since = new.since.max(row.since + 1);
+            let new = self.row_with(&row, &record, now, true);
             if self.write_row(key, Duration::MAX, &row, &new).await? {
                 return Ok(Release::Freed);
             }
@@ -254,13 +254,20 @@ impl SqliteBackend {
     }
 
     /// Returns the row for `record`. A row without claims keeps its tokens.
-    fn row_with(&self, row: &SqliteRowState, record: &LockRecord, now: u64) -> SqliteRowState {
+    fn row_with(
+        &self,
+        row: &SqliteRowState,
+        record: &LockRecord,
+        now: u64,
+        lets_others_in: bool,
+    ) -> SqliteRowState {
         let now = now.cast_signed();
         let is_free = record.is_empty();
+        let is_new = lets_others_in || !row.is_several();
         SqliteRowState {
             claim: (!is_free).then(|| MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),
-            since: row.since.max(now),
+            since: if is_new { now.max(row.since + 1) } else { row.since },
             until: if is_free { now } else { record.until().cast_signed() },
             ..row.clone()
         }

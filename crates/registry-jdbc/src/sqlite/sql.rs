@@ -92,10 +92,11 @@ pub(super) const READ_ROW: &str = "\
     WHERE meta.id = 1";
 
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
-/// returned it: claim, token and label are compared.
+/// returned it: claim, token, label and `until` are compared. A renewal of an exclusive grant changes
+/// only `until`.
 ///
 /// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
-/// token, old label.
+/// token, old label, old `until`.
 pub(super) const WRITE_ROW: &str = "\
     INSERT INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
@@ -109,7 +110,7 @@ pub(super) const WRITE_ROW: &str = "\
         until = excluded.until, \
         boot = excluded.boot \
     WHERE token = ?11 AND CASE WHEN boot = ?9 THEN claim END IS ?10 \
-        AND CASE WHEN boot = ?9 THEN label END IS ?12";
+        AND CASE WHEN boot = ?9 THEN label END IS ?12 AND until = ?13";
 
 /// Like [`CURRENT_GRANT`], for every held key. Parameters: namespace, now, boot.
 pub(super) const LIST_GRANTS: &str = "\

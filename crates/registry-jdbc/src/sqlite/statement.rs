@@ -147,6 +147,7 @@ impl SqliteStatementBinder {
             .bind(old.claim.clone())
             .bind(old.token)
             .bind(old.label.clone())
+            .bind(old.until)
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].

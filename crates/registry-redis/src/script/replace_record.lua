@@ -1,17 +1,25 @@
 -- KEYS: the lock. ARGV: the expected value, the new value (empty if the key is free), the time
--- until its end in ms, and, for a change that may let others in, publish command, message,
--- channels. Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the
--- value has changed.
+-- until its end in ms, the expected end of an exclusive grant in us (0 if its key has no expiry, empty
+-- for other values), and, for a change that may let others in, publish command, message, channels.
+-- Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the value or the
+-- end has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
-if value ~= ARGV[1] then
-  return {2, value, redis.call('PTTL', KEYS[1]), now_text()}
+local remaining, now = redis.call('PTTL', KEYS[1]), now_text()
+local is_expected = value == ARGV[1]
+if is_expected and ARGV[4] ~= '' then
+  -- A renewal of an exclusive grant changes only the expiry.
+  local ends = remaining < 0 and 0 or tonumber(now) + remaining * 1000
+  is_expected = ends <= tonumber(ARGV[4]) and (ends > 0 or ARGV[4] == '0')
+end
+if not is_expected then
+  return {2, value, remaining, now}
 end
 if ARGV[2] == '' then
   redis.call('DEL', KEYS[1])
 else
   redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 end
-for i = 6, #ARGV do
-  redis.pcall(ARGV[4], ARGV[i], ARGV[5])
+for i = 7, #ARGV do
+  redis.pcall(ARGV[5], ARGV[i], ARGV[6])
 end
 return {1}
