@@ -1,4 +1,5 @@
-//! A fenced transaction commits only if no other client was granted the lock since.
+//! A fenced transaction commits only if no other client was granted the lock since. Waiters undo no
+//! renewal.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -18,6 +19,7 @@ use registry_testkit::holder::{
     FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
     serve_with_writer,
 };
+use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
 use tempfile::TempDir;
 use tokio::time::timeout;
 
@@ -428,4 +430,13 @@ async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     };
     let test = "a_holder_process";
     assert_a_paused_holder_cannot_write(test, path, mode, TIMEOUT * 3, read).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_waiter_that_joins_the_queue_undoes_no_renewal() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = SqliteConfig::new(folder.path().join("locks.db"));
+    let holding = SqliteBackend::open(config.clone()).await.unwrap();
+    let waiting = SqliteBackend::open(config).await.unwrap();
+    assert_a_waiter_undoes_no_renewal(&holding, &waiting).await;
 }

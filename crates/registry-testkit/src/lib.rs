@@ -23,6 +23,7 @@ pub mod ports;
 pub mod proxy;
 #[cfg(target_os = "linux")]
 pub mod clock;
+pub mod waiter_race;
 // Other processes.
 #[cfg(unix)]
 pub mod process;

@@ -9,6 +9,7 @@ use registry_core::{
 };
 use registry_jdbc::sqlx::{Connection as _, Executor as _};
 use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
+use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
@@ -109,6 +110,13 @@ async fn a_claim_that_is_alone_has_the_record_that_others_can_join() {
     let writer = claim("k");
     assert!(grant(&a, &writer).await.token.get() > last_token);
     assert_eq!(a.release(&writer).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn a_waiter_that_joins_the_queue_undoes_no_renewal() {
+    let server = server().await;
+    let (holding, waiting) = (backend(config(&server)).await, backend(config(&server)).await);
+    assert_a_waiter_undoes_no_renewal(&holding, &waiting).await;
 }
 
 #[tokio::test]

@@ -15,6 +15,7 @@ use registry_core::{
 };
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
+use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
 use registry_testkit::{error_text, eventually, within};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -925,4 +926,15 @@ async fn a_thousand_idle_waiters_send_few_requests() {
     while let Some(served) = within(LONG, waiters.join_next()).await {
         served.unwrap();
     }
+}
+
+#[tokio::test]
+async fn a_waiter_that_joins_the_queue_undoes_no_renewal() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let [holding, waiting] = [
+        RedisBackend::open(config.clone()).await.unwrap(),
+        RedisBackend::open(config).await.unwrap(),
+    ];
+    assert_a_waiter_undoes_no_renewal(&holding, &waiting).await;
 }
