@@ -17,7 +17,7 @@ pub async fn assert_a_waiter_undoes_no_renewal(
     let (short, long) = (Duration::from_secs(60), Duration::from_secs(600));
     let key = Key::new("renewed").expect("the key is valid");
     let admin = holding.admin().expect("the store reports holders");
-    for round in 0..120 {
+    for round in 0..400 {
         let claim = Claim::new(key.clone(), short);
         let granted = holding.try_acquire(&claim).await.expect("the store answers");
         assert!(matches!(granted, Attempt::Granted(_)), "the key is free: {granted:?}");
@@ -25,7 +25,7 @@ pub async fn assert_a_waiter_undoes_no_renewal(
         let waiter = Claim::new(key.clone(), short).with_queueing(Queueing::Join);
         let renew = async {
             // The round trips before the renewal let it fall between those of the attempt.
-            for _ in 0..round % 6 {
+            for _ in 0..round % 4 {
                 admin.inspect(&key).await.expect("the store answers");
             }
             holding.renew(std::slice::from_ref(&extended)).await.remove(0)
