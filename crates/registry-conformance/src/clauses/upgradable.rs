@@ -115,8 +115,8 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
     assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
 }
 
-/// An upgrade is granted although another claim waits for the key, which would otherwise wait for it
-/// in turn. The waiting claim is granted later, and so with a larger token.
+/// An upgrade is granted although another claim waits for the key, which would otherwise wait for
+/// it in turn. The waiting claim is granted later, and so with a larger token.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable] {

@@ -92,8 +92,8 @@ pub(super) const READ_ROW: &str = "\
     WHERE meta.id = 1";
 
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
-/// returned it: claim, token, label and `until` are compared. A renewal of an exclusive grant changes
-/// only `until`.
+/// returned it: claim, token, label and `until` are compared. A renewal of an exclusive grant
+/// changes only `until`.
 ///
 /// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
 /// token, old label, old `until`.

@@ -1,8 +1,8 @@
 -- KEYS: the lock. ARGV: the expected value, the new value (empty if the key is free), the time
--- until its end in ms, the expected end of an exclusive grant in us (0 if its key has no expiry, empty
--- for other values), and, for a change that may let others in, publish command, message, channels.
--- Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the value or the
--- end has changed.
+-- until its end in ms, the expected end of an exclusive grant in us (0 if its key has no expiry,
+-- empty for other values), and, for a change that may let others in, publish command, message,
+-- channels. Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the
+-- value or the end has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
 local remaining, now = redis.call('PTTL', KEYS[1]), now_text()
 local is_expected = value == ARGV[1]
