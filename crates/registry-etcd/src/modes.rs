@@ -70,7 +70,15 @@ impl EtcdBackend {
         for _ in 0..CONFLICTS_MAX {
             let record = record::encode(claim, &self.host);
             let (name, lease) = (&entry.name, entry.lease.id);
-            let append = txn::append(&queue, name, record, lease, tombstone.clone(), condition);
+            let append = txn::append(
+                &queue,
+                name,
+                record,
+                lease,
+                tombstone.clone(),
+                condition,
+                claim.mode(),
+            );
             let mut results = match self.execute(append).await {
                 Ok(results) => results,
                 Err(CallError::LeaseNotFound) => {
@@ -116,6 +124,10 @@ impl EtcdBackend {
             }
             condition = match claim.mode() {
                 _ if entries.is_empty() => AppendIf::Empty,
+                // The word of these records hides the mode from the other conditions.
+                _ if entries.iter().any(|it| EntryRecord::of(it).needs_token()) => {
+                    AppendIf::UnchangedSince(results.header.revision)
+                }
                 ClaimMode::Shared => AppendIf::SharedOrUpgradable,
                 ClaimMode::Upgradable => AppendIf::Shared,
                 _ => AppendIf::UnchangedSince(results.header.revision),
@@ -213,11 +225,43 @@ impl EtcdBackend {
                 return Ok(self.delay_grant(entry_guard, entry, lost).await);
             }
         }
+        if own_record.needs_token() {
+            let own_entry = &snapshot.entries[own];
+            return self.take_token(entry_guard, entry, own_entry, mode).await;
+        }
         entry.is_granted = true;
+        entry.upgrade_token =
+            Some(own_record.token).filter(|token| Some(*token) != entry.create_revision);
         let lease = entry.lease.remaining().min(claim.lease());
         let token = fencing_token(own_record.token);
         **entry_guard = Some(entry);
         token.map(|token| QueueStep::Done(Attempt::Granted(Grant::new(token, lease))))
+    }
+
+    /// Stores the token of a claim whose record has none, and which the last read found granted.
+    /// The caller reads the queue again, also if another attempt has stored a token.
+    ///
+    /// The token is the revision of the first write. Every earlier grant that excludes this one has
+    /// ended before, so its token is smaller.
+    pub(crate) async fn take_token(
+        &self,
+        entry_guard: &mut EntryGuard<'_>,
+        entry: ClaimEntry,
+        own_entry: &KeyValue,
+        mode: ClaimMode,
+    ) -> Result<QueueStep, BackendError> {
+        // A caller that was cancelled or received no response finds the entry again.
+        **entry_guard = Some(entry);
+        let touch = txn::convert(own_entry, own_entry.value.clone(), &[], None);
+        let touched = self.execute(touch).await.map_err(|it| it.into_error().as_unknown())?;
+        if touched.succeeded {
+            let token = touched.header.revision;
+            let own_entry = KeyValue { mod_revision: token, ..own_entry.clone() };
+            let store =
+                txn::convert(&own_entry, record::convert(&own_entry, mode, token), &[], None);
+            self.execute(store).await.map_err(|it| it.into_error().as_unknown())?;
+        }
+        Ok(QueueStep::Retry)
     }
 
     /// Removes the entry of a claim that cannot wait, and returns `busy`.
@@ -319,8 +363,9 @@ impl EtcdBackend {
         let entries = modes(&snapshot.entries);
         let own_entry = &snapshot.entries[own];
         let EntryRecord { token, .. } = EntryRecord::of(own_entry);
-        let (QueuedEntry::Claim(mode), true) = (entries[own], granted_entries(&entries)[own])
-        else {
+        let is_granted =
+            granted_entries(&entries)[own] && !EntryRecord::of(own_entry).needs_token();
+        let (QueuedEntry::Claim(mode), true) = (entries[own], is_granted) else {
             return Ok(Conversion::Gone);
         };
         let is_request = |it: &&KeyValue| EntryRecord::of(it).is_request_of(claim.id());

@@ -131,7 +131,7 @@ pub(crate) struct DeleteRangeResponse {
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct RequestOp {
-    #[prost(oneof = "OpRequest", tags = "1, 2, 3")]
+    #[prost(oneof = "OpRequest", tags = "1, 2, 3, 4")]
     pub(crate) request: Option<OpRequest>,
 }
 
@@ -143,6 +143,8 @@ pub(crate) enum OpRequest {
     Put(PutRequest),
     #[prost(message, tag = "3")]
     Delete(DeleteRangeRequest),
+    #[prost(message, tag = "4")]
+    Txn(TxnRequest),
 }
 
 #[derive(Clone, PartialEq, Message)]

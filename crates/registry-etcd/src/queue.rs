@@ -267,10 +267,10 @@ impl EtcdBackend {
             }
         };
         entry.lease.record_majority_response(header.raft_term);
-        if own_entry.is_none_or(|own_entry| own_entry.create_revision != create_revision) {
+        let Some(own_entry) = own_entry.filter(|own| own.create_revision == create_revision) else {
             self.abandon(entry);
             return Ok(QueueStep::Retry);
-        }
+        };
         entry.predecessor = predecessor.map(|predecessor| {
             Predecessor::new(predecessor, header.revision).with_watch_from(old_predecessor.as_mut())
         });
@@ -295,6 +295,11 @@ impl EtcdBackend {
             if needs_delay {
                 return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
+            let record = EntryRecord::of(&own_entry);
+            if record.needs_token() {
+                return self.take_token(entry_guard, entry, &own_entry, ClaimMode::Exclusive).await;
+            }
+            entry.upgrade_token = Some(record.token).filter(|token| *token != create_revision);
         }
         self.grant_or_busy(claim, entry_guard, entry, first_entry.as_ref())
     }
@@ -411,7 +416,8 @@ impl EtcdBackend {
             None => {
                 entry.is_granted = true;
                 let lease = entry.lease.remaining().min(claim.lease());
-                let token = fencing_token(entry.create_revision.unwrap_or(-1));
+                let token = entry.upgrade_token.or(entry.create_revision);
+                let token = fencing_token(token.unwrap_or(-1));
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
             Some(predecessor) => {

@@ -5,6 +5,11 @@
 //! (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an upgrade) or `q` (the
 //! request to upgrade the claim). `:TOKEN` follows the word if the token of the claim is not the
 //! revision that created the key. The conditions of `txn` depend on the order of these letters.
+//!
+//! `z` and one of `s`, `u`, `p` and `x` is the word of a claim that was enqueued behind an
+//! upgradable claim, until its grant. The upgradable claim may be upgraded meanwhile, and its token
+//! is then larger than the revision that created this key. The token is therefore taken at the
+//! grant.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,6 +21,12 @@ use crate::proto::KeyValue;
 /// Returns the record of a claim that is enqueued now.
 pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
     encode_as(QueuedEntry::Claim(claim.mode()), claim, host)
+}
+
+/// Returns the same record for a claim whose token is taken at its grant.
+pub(crate) fn without_token(record: &[u8], mode: ClaimMode) -> Vec<u8> {
+    let word: &[u8] = if mode == ClaimMode::Exclusive { b"zx " } else { b"z" };
+    [word, record].concat()
 }
 
 /// Returns the record of the request to upgrade a claim.
@@ -58,7 +69,7 @@ pub(crate) struct EntryRecord<'a> {
     pub(crate) entry: QueuedEntry,
     /// The claim. `None` for an entry of another program.
     pub(crate) id: Option<ClaimId>,
-    /// The token of the claim, if it is granted.
+    /// The token of the claim, if it is granted. Zero if the token is not taken yet.
     pub(crate) token: i64,
     /// The record without the first word. Empty for an entry of another program.
     text: &'a str,
@@ -78,7 +89,10 @@ impl<'a> EntryRecord<'a> {
             let (word, text) = value.split_once(' ')?;
             let (word, token) = match word.split_once(':') {
                 Some((word, token)) => (word, token.parse().ok()?),
-                None => (word, created),
+                None => match word.strip_prefix('z') {
+                    Some(word) => (word, NO_TOKEN),
+                    None => (word, created),
+                },
             };
             let entry = match word {
                 "s" => QueuedEntry::Claim(ClaimMode::Shared),
@@ -94,6 +108,11 @@ impl<'a> EntryRecord<'a> {
             Some(Self { entry, id: Some(claim_of(text)?), token, text })
         };
         decode().unwrap_or(unknown)
+    }
+
+    /// Returns whether the token of the claim is taken at its grant.
+    pub(crate) fn needs_token(&self) -> bool {
+        self.token == NO_TOKEN
     }
 
     /// Returns whether this is the entry of the claim `id`. The request to upgrade it is not.
@@ -131,7 +150,7 @@ pub(crate) fn decode_holder(key: Key, entry: &KeyValue, remaining: Option<Durati
     Holder::new(key)
         .with_mode(mode)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
-        .with_token(FencingToken::try_from(record.token).ok())
+        .with_token(FencingToken::try_from(record.token).ok().filter(|_| !record.needs_token()))
         .with_times(held_for.map(Duration::from_millis), remaining)
 }
 
@@ -163,6 +182,10 @@ pub(crate) const SHARED_FROM: &[u8] = b"s";
 pub(crate) const UPGRADABLE_FROM: &[u8] = b"u";
 /// The upper limit of the records of upgradable claims.
 pub(crate) const UPGRADABLE_END: &[u8] = b"v";
+/// The lower limit of the records of claims whose token is taken at their grant.
+pub(crate) const WITHOUT_TOKEN_FROM: &[u8] = b"z";
+/// The token of a claim whose token is taken at its grant. No revision is zero.
+const NO_TOKEN: i64 = 0;
 /// The escaped characters: all characters that do not occur in host names.
 const HOST_ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
 
@@ -205,6 +228,23 @@ mod tests {
                 let holder = decode_holder(claim.key().clone(), &entry, None);
                 assert_eq!((holder.mode, holder.label.as_deref()), (to, claim.label()));
             }
+        }
+        for mode in [
+            ClaimMode::Exclusive,
+            ClaimMode::Shared,
+            ClaimMode::Upgradable,
+            ClaimMode::Permits { take: 2, of: 10 },
+        ] {
+            let value = without_token(&encode(&claim.clone().with_mode(mode), "host"), mode);
+            assert!(&*value > WITHOUT_TOKEN_FROM);
+            let mut entry = KeyValue { create_revision: 7, value, ..KeyValue::default() };
+            let record = EntryRecord::of(&entry);
+            assert!(record.needs_token() && record.is_claim(claim.id()));
+            assert_eq!(record.entry, QueuedEntry::Claim(mode));
+            assert_eq!(decode_holder(claim.key().clone(), &entry, None).token, None);
+            entry.value = convert(&entry, mode, 9);
+            let record = EntryRecord::of(&entry);
+            assert_eq!((record.entry, record.token), (QueuedEntry::Claim(mode), 9));
         }
         let value = encode_request(&claim, "host");
         let request = KeyValue { value, ..KeyValue::default() };

@@ -1,7 +1,7 @@
 //! Builds the transactions and range requests for a queue, and decodes the responses. The functions
 //! send nothing: `EtcdBackend::execute` and `EtcdBackend::range` send the requests.
 
-use registry_core::BackendError;
+use registry_core::{BackendError, ClaimMode};
 
 use crate::error::protocol_error;
 use crate::names::prefix_end;
@@ -10,7 +10,7 @@ use crate::proto::{
     KeyValue, LESS, MODIFICATION, OpRequest, OpResponse, PutRequest, RangeRequest, RequestOp,
     ResponseHeader, TargetUnion, TxnRequest, TxnResponse, VALUE,
 };
-use crate::record::{SHARED_FROM, UPGRADABLE_END, UPGRADABLE_FROM};
+use crate::record::{self, SHARED_FROM, UPGRADABLE_END, UPGRADABLE_FROM, WITHOUT_TOKEN_FROM};
 
 /// The tombstone of a claim that joins a queue.
 #[derive(Debug, Clone)]
@@ -31,8 +31,12 @@ pub(crate) fn enqueue(
     lease: i64,
     tombstone: Option<TombstonePut>,
 ) -> TxnRequest {
-    let mut success =
-        ops([put_op(name, record, lease), OpRequest::Range(newest_entries(queue, 2))]);
+    // Only a layout with modes has tombstones. Peers of the other one understand no records.
+    let put = match &tombstone {
+        Some(_) => put_behind(queue, name, record, lease, ClaimMode::Exclusive),
+        None => put_op(name, record, lease),
+    };
+    let mut success = ops([put, OpRequest::Range(newest_entries(queue, 2))]);
     success.extend(tombstone.into_iter().flat_map(tombstone_ops));
     TxnRequest {
         compare: vec![compare_create_revision(name, 0)],
@@ -77,13 +81,7 @@ pub(crate) enum AppendIf {
 
 impl AppendIf {
     fn compares(self, queue: &[u8]) -> Vec<Compare> {
-        let all = |result, target, target_union| Compare {
-            result,
-            target,
-            key: queue.to_vec(),
-            target_union: Some(target_union),
-            range_end: prefix_end(queue),
-        };
+        let all = |result, target, target_union| compare_all(queue, result, target, target_union);
         let value = |result, value: &[u8]| all(result, VALUE, TargetUnion::Value(value.to_vec()));
         match self {
             Self::Always => Vec::new(),
@@ -111,10 +109,16 @@ pub(crate) fn append(
     lease: i64,
     tombstone: Option<TombstonePut>,
     condition: AppendIf,
+    mode: ClaimMode,
 ) -> TxnRequest {
     let mut compare = vec![compare_create_revision(name, 0)];
     compare.extend(condition.compares(queue));
-    let mut success = ops([put_op(name, record, lease), OpRequest::Range(entries(queue))]);
+    let put = match condition {
+        AppendIf::Always => put_behind(queue, name, record, lease, mode),
+        // The other conditions let in a claim that is granted at once.
+        _ => put_op(name, record, lease),
+    };
+    let mut success = ops([put, OpRequest::Range(entries(queue))]);
     success.extend(tombstone.into_iter().flat_map(|tombstone| {
         [
             op(OpRequest::Range(all_tombstones(&tombstone.prefix))),
@@ -172,6 +176,42 @@ pub(crate) fn convert(
     let mut success = ops([OpRequest::Put(put)]);
     success.extend(request.map(|request| op(delete_op(&request.key))));
     TxnRequest { compare, success, failure: Vec::new() }
+}
+
+/// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if the queue
+/// has an upgradable claim that may be upgraded before this claim is granted, or an entry that was
+/// put behind one.
+fn put_behind(
+    queue: &[u8],
+    name: &[u8],
+    record: Vec<u8>,
+    lease: i64,
+    mode: ClaimMode,
+) -> OpRequest {
+    // A reader holds the key beside an upgradable claim, and the upgrade then waits for the reader.
+    let end = if mode == ClaimMode::Shared { WITHOUT_TOKEN_FROM } else { UPGRADABLE_FROM };
+    let end = TargetUnion::Value(end.to_vec());
+    let without_token = record::without_token(&record, mode);
+    let choice = |compare, record, otherwise| {
+        let success = ops([put_op(name, record, lease)]);
+        OpRequest::Txn(TxnRequest { compare: vec![compare], success, failure: ops([otherwise]) })
+    };
+    let has_tokens = compare_all(queue, LESS, VALUE, end);
+    let behind = choice(has_tokens, record.clone(), put_op(name, without_token, lease));
+    // The members compare no value in an empty queue.
+    let is_empty = compare_all(queue, EQUAL, CREATE, TargetUnion::CreateRevision(0));
+    choice(is_empty, record, behind)
+}
+
+/// Compares all entries of `queue`.
+fn compare_all(queue: &[u8], result: i32, target: i32, target_union: TargetUnion) -> Compare {
+    Compare {
+        result,
+        target,
+        key: queue.to_vec(),
+        target_union: Some(target_union),
+        range_end: prefix_end(queue),
+    }
 }
 
 /// Compares the revision in which `entry` was last changed.

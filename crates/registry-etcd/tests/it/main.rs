@@ -6,3 +6,4 @@ mod faults;
 mod many_waiters;
 mod peers;
 mod traffic;
+mod upgraded_tokens;

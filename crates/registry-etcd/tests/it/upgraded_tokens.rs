@@ -1,0 +1,72 @@
+//! The order of tokens behind a claim that was upgraded.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
+
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, Claim, ClaimMode, FencingToken, Key, LockBackend, Queueing, Release, Renewal,
+};
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_testkit::etcd::EtcdServer;
+
+async fn client(server: &EtcdServer) -> EtcdBackend {
+    let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+    EtcdBackend::open(config).await.unwrap()
+}
+
+fn waiting(mode: ClaimMode) -> Claim {
+    let claim = Claim::new(Key::new("key").unwrap(), Duration::from_secs(60));
+    claim.with_mode(mode).with_queueing(Queueing::Join)
+}
+
+async fn granted(client: &EtcdBackend, claim: &Claim) -> FencingToken {
+    match client.try_acquire(claim).await.unwrap() {
+        Attempt::Granted(grant) => grant.token,
+        other => panic!("{claim:?}: {other:?}"),
+    }
+}
+
+async fn busy(client: &EtcdBackend, claim: &Claim) {
+    let attempt = client.try_acquire(claim).await.unwrap();
+    assert!(matches!(attempt, Attempt::Busy(_)), "{claim:?}: {attempt:?}");
+}
+
+/// The claims of a queue are granted with increasing tokens, whether they were enqueued before the
+/// upgrade, after it, or between its release and the next grant.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_claims_behind_an_upgraded_one_have_larger_tokens() {
+    let server = EtcdServer::start().await.unwrap();
+    let (first, second) = (client(&server).await, client(&server).await);
+    let permits = ClaimMode::Permits { take: 1, of: 2 };
+    for next in [ClaimMode::Exclusive, ClaimMode::Upgradable, permits] {
+        let upgradable = waiting(ClaimMode::Upgradable);
+        let token = granted(&first, &upgradable).await;
+        let mut queue = Vec::new();
+        for mode in [next, ClaimMode::Exclusive, ClaimMode::Shared, permits, permits] {
+            queue.push(waiting(mode));
+            busy(&second, queue.last().unwrap()).await;
+        }
+        let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
+        let upgraded = granted(&first, &upgrade).await;
+        queue.push(waiting(ClaimMode::Upgradable));
+        busy(&second, queue.last().unwrap()).await;
+        assert_eq!(first.release(&upgradable).await.unwrap(), Release::Freed);
+        for mode in [ClaimMode::Exclusive, permits, ClaimMode::Exclusive] {
+            queue.push(waiting(mode));
+            busy(&second, queue.last().unwrap()).await;
+        }
+        let mut last = upgraded;
+        for claim in queue {
+            let token = granted(&second, &claim).await;
+            assert!(token > last, "{claim:?}: {token:?} after {last:?}");
+            assert_eq!(granted(&second, &claim).await, token, "{claim:?}");
+            let holders = second.admin().unwrap().inspect(claim.key()).await.unwrap();
+            assert!(holders.iter().any(|holder| holder.token == Some(token)), "{holders:?}");
+            let renewed = second.renew(std::slice::from_ref(&claim)).await.pop().unwrap();
+            assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+            assert_eq!(second.release(&claim).await.unwrap(), Release::Freed, "{claim:?}");
+            last = token;
+        }
+    }
+}
