@@ -271,12 +271,16 @@ impl FencedMulti<'_> {
 impl FencedMulti<'_> {
     /// Returns the maximum size of the request in bytes.
     fn bytes_upper_bound(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
-        let acl_bytes =
-            acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
+        let acl_bytes = acl_bytes(acls);
         let steps = self.steps.iter().map(|step| step.bytes_upper_bound(acl_bytes));
         let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
         steps.fold(common.saturating_add(node.len()), usize::saturating_add)
     }
+}
+
+/// Returns the maximum bytes of an ACL in a request.
+pub(crate) fn acl_bytes(acls: &Acls<'_>) -> usize {
+    acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum()
 }
 
 impl fmt::Debug for FencedMulti<'_> {
@@ -312,4 +316,4 @@ fn not_sent_error(error: Error) -> FenceError {
 
 /// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
 /// length fields.
-const STEP_BYTES: usize = 40;
+pub(crate) const STEP_BYTES: usize = 40;

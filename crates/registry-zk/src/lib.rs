@@ -63,6 +63,7 @@ pub use backend::ZkBackend;
 pub use config::{Acl, STORE, ZkConfig};
 pub use fence::{FenceError, FencedMulti, Multi, Written};
 pub use layout::{Layout, Naming};
+pub use semaphore::TooManyUnits;
 pub use session::SessionsExhausted;
 
 // The README example must compile.
