@@ -12,6 +12,7 @@ use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResul
 use crate::backend::ZkBackend;
 use crate::error::{timed_out, to_backend_error};
 use crate::path::is_valid_path;
+use crate::units::{REQUEST_BYTES_MAX, STEP_BYTES, acl_bytes};
 
 /// Creates fenced writes to the ensemble that also stores the lock.
 ///
@@ -155,7 +156,7 @@ impl FencedMulti<'_> {
     /// The maximum bytes of all writes together, with their paths. By default, servers break the
     /// connection at a request of 1 MiB (`jute.maxbuffer`). The locks of a process share this
     /// connection.
-    pub const BYTES_MAX: usize = 1_000_000;
+    pub const BYTES_MAX: usize = REQUEST_BYTES_MAX;
 
     /// Adds a write that creates a persistent node, with the rights that this client gives to
     /// created nodes.
@@ -278,11 +279,6 @@ impl FencedMulti<'_> {
     }
 }
 
-/// Returns the maximum bytes of an ACL in a request.
-pub(crate) fn acl_bytes(acls: &Acls<'_>) -> usize {
-    acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum()
-}
-
 impl fmt::Debug for FencedMulti<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FencedMulti")
@@ -313,7 +309,3 @@ fn store_error(source: BackendError) -> FenceError {
 fn not_sent_error(error: Error) -> FenceError {
     store_error(to_backend_error(&error).as_refused())
 }
-
-/// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
-/// length fields.
-pub(crate) const STEP_BYTES: usize = 40;

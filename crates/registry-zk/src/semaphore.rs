@@ -15,23 +15,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use registry_core::{
-    BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment,
-    QueuedEntry,
-};
+use registry_core::{BackendError, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment};
 use tokio::time::timeout;
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
-use crate::config::ZkConfig;
 use crate::error::{is_refused, to_backend_error};
-use crate::fence::{FencedMulti, STEP_BYTES, acl_bytes};
 use crate::modes::{Blocker, watch_blockers};
 use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
-use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of, node_bytes};
+use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
 use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
+use crate::units::unit_data;
 
 /// Returns the name of a unit's node without its number.
 fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
@@ -79,58 +75,6 @@ pub(crate) async fn exist(session: &ZkSession, paths: &[String]) -> Result<bool,
         }
     }
     Ok(true)
-}
-
-/// The error of permits with more units than one request or one session can contain. It is the
-/// [source](std::error::Error::source) of the [`BackendError`] of a refused attempt.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{units} units of {key:?} are more than {units_max}, the most that one guard of this key takes in Curator's semaphore"
-)]
-#[non_exhaustive]
-pub struct TooManyUnits {
-    /// The key of the semaphore.
-    pub key: String,
-    /// The units of the refused claim.
-    pub units: u32,
-    /// The maximum for this key: 1,000, or fewer if the key or the ACL is long.
-    pub units_max: u32,
-}
-
-/// Refuses permits whose units do not fit into one request or one session.
-pub(crate) fn check_units(
-    config: &ZkConfig,
-    claim: &Claim,
-    queue: &str,
-) -> Result<(), BackendError> {
-    let ClaimMode::Permits { take, of } = claim.mode() else { return Ok(()) };
-    if !config.is_semaphore() {
-        return Ok(());
-    }
-    let path_bytes = |mode| node_bytes(queue, claim.id(), config.naming, QueuedEntry::Claim(mode));
-    let queued = path_bytes(ClaimMode::Exclusive);
-    let unit = path_bytes(ClaimMode::Permits { take: 1, of }) - queued;
-    let written = unit + unit_data(claim, false).len() + acl_bytes(&config.acls()) + STEP_BYTES;
-    let common = queued + unit_data(claim, true).len() + 3 * STEP_BYTES;
-    let in_session = ZkConfig::NODE_BYTES_MAX.saturating_sub(queued) / unit;
-    let in_request = FencedMulti::BYTES_MAX.saturating_sub(common) / written;
-    let fitting = u32::try_from(in_session.min(in_request)).unwrap_or(UNITS_MAX);
-    let units_max = fitting.min(UNITS_MAX);
-    if take <= units_max {
-        return Ok(());
-    }
-    let error = TooManyUnits { key: claim.key().as_str().to_owned(), units: take, units_max };
-    let message = format!(
-        "zookeeper: {take} units are more than {units_max}, the most that one guard of this key takes in Curator's semaphore; take fewer, or use a shorter key"
-    );
-    Err(BackendError::new(BackendErrorKind::Misconfigured, message).with_source(error).as_refused())
-}
-
-/// Returns the data of a unit's node. Only the first unit has the label, because the nodes of all
-/// units are in one request.
-fn unit_data(claim: &Claim, is_first: bool) -> Vec<u8> {
-    let label = claim.label().filter(|_| is_first).map(Into::into);
-    encode_node_data(&claim.clone().with_label(label), Some(claim.mode()), None)
 }
 
 /// Grants the claim at the head of the queue if its units are free. The claim has a node, so no
@@ -483,5 +427,3 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
 
 /// How long a claim that does not wait stays in the queue for its turn.
 const TURN_MAX: Duration = Duration::from_millis(250);
-/// The maximum number of units of one claim. See [`check_units`].
-const UNITS_MAX: u32 = 1_000;

@@ -31,8 +31,8 @@ use crate::error::{not_connected, timed_out, to_backend_error};
 use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
-use crate::semaphore::check_units;
 use crate::session_validity::SessionValidity;
+use crate::units::check_units;
 
 /// Starts tasks that release all abandoned claims of a session.
 type ReleaseAbandoned = fn(&Arc<ZkSession>);
