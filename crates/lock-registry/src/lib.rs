@@ -103,7 +103,7 @@ pub mod sqlite {
 #[cfg(feature = "zk")]
 pub mod zk {
     pub use registry_zk::{
-        Acl, FenceError, FencedMulti, Layout, Multi, Naming, SessionsExhausted, Written, ZkBackend,
-        ZkConfig,
+        Acl, FenceError, FencedMulti, Layout, Multi, Naming, SessionsExhausted, TooManyUnits,
+        Written, ZkBackend, ZkConfig,
     };
 }

@@ -12,6 +12,7 @@ use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResul
 use crate::backend::ZkBackend;
 use crate::error::{timed_out, to_backend_error};
 use crate::path::is_valid_path;
+use crate::units::{REQUEST_BYTES_MAX, STEP_BYTES, acl_bytes};
 
 /// Creates fenced writes to the ensemble that also stores the lock.
 ///
@@ -155,7 +156,7 @@ impl FencedMulti<'_> {
     /// The maximum bytes of all writes together, with their paths. By default, servers break the
     /// connection at a request of 1 MiB (`jute.maxbuffer`). The locks of a process share this
     /// connection.
-    pub const BYTES_MAX: usize = 1_000_000;
+    pub const BYTES_MAX: usize = REQUEST_BYTES_MAX;
 
     /// Adds a write that creates a persistent node, with the rights that this client gives to
     /// created nodes.
@@ -271,8 +272,7 @@ impl FencedMulti<'_> {
 impl FencedMulti<'_> {
     /// Returns the maximum size of the request in bytes.
     fn bytes_upper_bound(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
-        let acl_bytes =
-            acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
+        let acl_bytes = acl_bytes(acls);
         let steps = self.steps.iter().map(|step| step.bytes_upper_bound(acl_bytes));
         let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
         steps.fold(common.saturating_add(node.len()), usize::saturating_add)
@@ -309,7 +309,3 @@ fn store_error(source: BackendError) -> FenceError {
 fn not_sent_error(error: Error) -> FenceError {
     store_error(to_backend_error(&error).as_refused())
 }
-
-/// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
-/// length fields.
-const STEP_BYTES: usize = 40;

@@ -44,6 +44,7 @@ mod recipe;
 mod modes;
 mod conversion;
 mod semaphore;
+mod units;
 mod nodes;
 mod queue_entry;
 mod queue;
@@ -64,6 +65,7 @@ pub use config::{Acl, STORE, ZkConfig};
 pub use fence::{FenceError, FencedMulti, Multi, Written};
 pub use layout::{Layout, Naming};
 pub use session::SessionsExhausted;
+pub use units::TooManyUnits;
 
 // The README example must compile.
 #[cfg(doctest)]

@@ -64,8 +64,13 @@ fn parse_mode(text: &str) -> Option<ClaimMode> {
 }
 
 /// Returns whether a claim whose node has this name may have another mode now than when its node
-/// was created.
+/// was created. A claim of Curator's readers-writer lock has no other mode, and its data belongs to
+/// the application.
 pub(crate) fn is_convertible(name: &str) -> bool {
+    let before_number = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '-');
+    if ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker)) {
+        return false;
+    }
     matches!(named_entry(name), QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
 }
 
@@ -147,6 +152,24 @@ mod tests {
         for not_a_label in [&b""[..], b"\xff", b"a\nb", &[b'x'; 2_000], b"{}\0"] {
             assert_eq!(decode_label(not_a_label), None, "{not_a_label:?}");
         }
+    }
+
+    #[test]
+    fn the_data_of_a_readers_writer_lock_of_curator_states_no_mode() {
+        const ID: &str = "_c_01234567-89ab-cdef-0123-456789abcdef";
+        let shared = encode_node_data(&claim(None), Some(ClaimMode::Shared), Some(9));
+        for (marker, mode) in [("__READ__", ClaimMode::Shared), ("__WRIT__", ClaimMode::Exclusive)]
+        {
+            for number in ["0000000007", "-000000005", "-2147483648"] {
+                let name = format!("{ID}-{marker}{number}");
+                assert!(!is_convertible(&name), "{name}");
+                for data in [&b""[..], b"{\"mode\":\"shared\"}", &shared] {
+                    let named = NodeMode { mode, token: 7 };
+                    assert_eq!(decode_mode(&name, data, 7), Some(named), "{name}");
+                }
+            }
+        }
+        assert!(is_convertible(&format!("{ID}-lock-0000000007")));
     }
 
     #[test]

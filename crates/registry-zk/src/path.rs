@@ -80,12 +80,14 @@ impl Paths {
     pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         match self.layout {
             Layout::Native => Ok(()),
-            Layout::Curator => check_curator_key(key.as_str(), self.base.is_empty()),
+            Layout::Curator => {
+                check_curator_key(key.as_str(), self.base.is_empty(), self.is_semaphore)
+            }
         }
     }
 }
 
-fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
+fn check_curator_key(key: &str, is_top_level: bool, is_semaphore: bool) -> Result<(), InvalidKey> {
     if key.chars().any(|c| !is_path_char(c)) {
         return Err(InvalidKey::layout(
             "it contains a character that ZooKeeper does not allow in paths",
@@ -111,7 +113,7 @@ fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
                  key's lock",
             ));
         }
-        if n > 0 && segment == LEASES {
+        if n > 0 && is_semaphore && segment == LEASES {
             return Err(InvalidKey::layout(
                 "a segment after `/` is `leases`, like the parent of the parent key's permits",
             ));
@@ -209,7 +211,6 @@ mod tests {
             "a/!",
             "a/x-lock-0000000001",
             "a/__lock__1",
-            "a/leases",
             "a/x__READ__",
             "a/__WRIT__1",
             "a\0",
@@ -218,6 +219,18 @@ mod tests {
             "\u{f000}",
         ] {
             assert!(paths.check_key(&key(invalid)).is_err(), "{invalid:?}");
+        }
+    }
+
+    #[test]
+    fn only_a_semaphore_refuses_a_key_at_the_parent_of_its_units() {
+        assert_eq!(paths(Layout::Curator).check_key(&key("a/leases")), Ok(()));
+        let semaphore = paths(Layout::Curator).with_semaphore(true);
+        for invalid in ["a/leases", "a/leases/b", "a/locks"] {
+            assert!(semaphore.check_key(&key(invalid)).is_err(), "{invalid:?}");
+        }
+        for valid in ["leases", "a/releases"] {
+            assert_eq!(semaphore.check_key(&key(valid)), Ok(()), "{valid:?}");
         }
     }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, select_all};
-use registry_core::{Claim, Key, Moment, QueuedEntry};
+use registry_core::{Claim, ClaimMode, Key, Moment, QueuedEntry};
 use tokio::sync::Mutex;
 use zookeeper_client::OneshotWatcher;
 
@@ -25,6 +25,8 @@ pub(crate) struct QueueEntry {
     pub(crate) dir: String,
     /// Bytes of the node's path in the transaction that ends the session.
     pub(crate) node_bytes: usize,
+    /// The same without the units that are not watched.
+    pub(crate) watch_bytes: usize,
     /// The same of the request to upgrade the claim. Zero until the first request.
     pub(crate) request_bytes: AtomicUsize,
     /// The engine has requested the release of the claim.
@@ -159,10 +161,17 @@ impl QueueEntry {
             nodes_missing_on_majority: Vec::new(),
             lease: claim.lease(),
         };
-        let entry = QueuedEntry::Claim(claim.mode());
+        let bytes = |mode| node_bytes(&dir, claim.id(), naming, QueuedEntry::Claim(mode));
+        let watched = match claim.mode() {
+            ClaimMode::Permits { of, .. } if naming == Naming::CuratorSemaphore => {
+                ClaimMode::Permits { take: 1, of }
+            }
+            mode => mode,
+        };
         Self {
             key: claim.key().clone(),
-            node_bytes: node_bytes(&dir, claim.id(), naming, entry),
+            node_bytes: bytes(claim.mode()),
+            watch_bytes: bytes(watched),
             request_bytes: AtomicUsize::new(0),
             is_release_requested: AtomicBool::new(false),
             dir,

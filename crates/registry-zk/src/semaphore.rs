@@ -15,9 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use registry_core::{
-    BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment,
-};
+use registry_core::{BackendError, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment};
 use tokio::time::timeout;
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
@@ -29,6 +27,7 @@ use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
 use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
+use crate::units::unit_data;
 
 /// Returns the name of a unit's node without its number.
 fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
@@ -78,8 +77,20 @@ pub(crate) async fn exist(session: &ZkSession, paths: &[String]) -> Result<bool,
     Ok(true)
 }
 
-/// Grants the claim at the head of the queue if its units are free.
+/// Grants the claim at the head of the queue if its units are free. The claim has a node, so no
+/// error is marked as refused: the engine must release the claim.
 pub(crate) async fn take_turn(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+    keeps_place: bool,
+) -> Result<Turn, BackendError> {
+    let turn = take_turn_of_node(session, entry, state, claim, keeps_place).await;
+    turn.map_err(BackendError::as_unknown)
+}
+
+async fn take_turn_of_node(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
@@ -130,11 +141,16 @@ pub(crate) async fn comes_next(
         return Ok(false);
     }
     let (taken, _) = read_leases(session, &leases_of(&entry.dir), false).await?;
-    if !is_free(claim, taken) || read_exclusive(session, &entry.dir).await?.is_some() {
+    if !is_free(claim, taken) {
         return Ok(false);
     }
-    let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await?;
-    Ok(match watched {
+    // The claim has a node, which the engine must release after an error.
+    let exclusive = read_exclusive(session, &entry.dir).await;
+    if exclusive.map_err(BackendError::as_unknown)?.is_some() {
+        return Ok(false);
+    }
+    let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await;
+    Ok(match watched.map_err(BackendError::as_unknown)? {
         Some((watched, _)) => timeout(TURN_MAX, watched.change()).await.is_ok(),
         None => true,
     })
@@ -207,21 +223,18 @@ async fn take_units(
     let Some(node) = &state.node else { return Ok(Turn::Retry) };
     let path = format!("{leases}/{}", lease_prefix(session, claim.id()));
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
-    if take > UNITS_MAX {
-        let message = format!(
-            "zookeeper: {take} units are more than {UNITS_MAX}, the most that one claim takes in Curator's semaphore"
-        );
-        return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
-    }
-    let data = encode_node_data(claim, Some(claim.mode()), None);
+    let (first, other) = (unit_data(claim, true), unit_data(claim, false));
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
         // The head of the queue is unchanged only if this node still exists.
         writer.add_delete(&node.path, None)?;
-        (0..take).try_for_each(|_| writer.add_create(&path, &data, &options))
+        (0..take).try_for_each(|unit| {
+            let data = if unit == 0 { &first } else { &other };
+            writer.add_create(&path, data, &options)
+        })
     };
-    add_operations().map_err(|error| to_backend_error(&error).as_refused())?;
+    add_operations().map_err(|error| to_backend_error(&error))?;
     // From here on, the units may be taken.
     state.is_creation_unresolved = true;
     let sent_at = Moment::now();
@@ -288,7 +301,7 @@ pub(crate) async fn resolve_units(
             Ok((data, stat)) if stat.ephemeral_owner == session.id() => {
                 own.push((path, stat.czxid, decode_stated_mode(&data)));
             }
-            Ok(_) => delete(session, &path).await.map(drop)?,
+            Ok(_) => delete(session, &path).await.map(drop).map_err(BackendError::as_unknown)?,
             Err(Error::NoNode) => {}
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
@@ -414,6 +427,3 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
 
 /// How long a claim that does not wait stays in the queue for its turn.
 const TURN_MAX: Duration = Duration::from_millis(250);
-/// The maximum number of units of one claim. The transaction that takes them must fit into one
-/// request.
-const UNITS_MAX: u32 = 1_000;

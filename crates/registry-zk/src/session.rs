@@ -32,6 +32,7 @@ use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
 use crate::session_validity::SessionValidity;
+use crate::units::check_units;
 
 /// Starts tasks that release all abandoned claims of a session.
 type ReleaseAbandoned = fn(&Arc<ZkSession>);
@@ -135,39 +136,38 @@ impl SessionPool {
                 return Ok((session, entry));
             }
             let new_entry = QueueEntry::new(claim, dir(), self.config.naming);
-            let (session, bytes_max) = match self.find_session_for(&new_entry) {
+            check_units(&self.config, claim, &new_entry.dir)?;
+            let (session, capacity) = match self.find_session_for(&new_entry) {
                 Some(found) => found,
                 None => self.open_for(&new_entry).await?,
             };
             // The entry is inserted only after the session is connected, so an outage leaves no
             // unused entry.
             session.wait_until_connected().await?;
-            if let Some(entry) = self.insert_entry(&session, claim.id(), new_entry, bytes_max) {
+            if let Some(entry) = self.insert_entry(&session, claim.id(), new_entry, capacity) {
                 return Ok((session, entry));
             }
         }
     }
 
-    /// Returns the session for a new queue entry, and the limit of the session's path bytes
-    /// including this entry. Prefers a connected session that can watch the entry's node. Returns
+    /// Returns the session for a new queue entry, and the capacity that it must have for this
+    /// entry. Prefers a connected session that can watch the entry's node. Returns
     /// any session with capacity if the backend may not open a session only to watch more nodes.
-    fn find_session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, usize)> {
-        let watching = self.find_with_capacity(entry, WATCHED_BYTES_MAX);
+    fn find_session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, Capacity)> {
+        let watching = self.find_with_capacity(entry, Capacity::Watched);
         if let Some(session) = watching.filter(|session| session.is_connected()) {
-            return Some((session, WATCHED_BYTES_MAX));
+            return Some((session, Capacity::Watched));
         }
         if self.may_open_extra_session() {
             return None;
         }
-        let session = self.find_with_capacity(entry, ZkConfig::NODE_BYTES_MAX)?;
-        let can_watch = lock(&session.entries).has_capacity(entry.node_bytes, WATCHED_BYTES_MAX);
-        Some((session, if can_watch { WATCHED_BYTES_MAX } else { ZkConfig::NODE_BYTES_MAX }))
+        let session = self.find_with_capacity(entry, Capacity::Unwatched)?;
+        let can_watch = lock(&session.entries).has_capacity(entry, Capacity::Watched);
+        Some((session, if can_watch { Capacity::Watched } else { Capacity::Unwatched }))
     }
 
-    fn find_with_capacity(&self, entry: &QueueEntry, bytes_max: usize) -> Option<Arc<ZkSession>> {
-        self.select_session(|session| {
-            lock(&session.entries).has_capacity(entry.node_bytes, bytes_max)
-        })
+    fn find_with_capacity(&self, entry: &QueueEntry, capacity: Capacity) -> Option<Arc<ZkSession>> {
+        self.select_session(|session| lock(&session.entries).has_capacity(entry, capacity))
     }
 
     /// Returns whether the backend may open a session only to watch more nodes. Returns false
@@ -185,31 +185,31 @@ impl SessionPool {
     async fn open_for(
         self: &Arc<Self>,
         entry: &QueueEntry,
-    ) -> Result<(Arc<ZkSession>, usize), BackendError> {
-        let Some(unwatched) = self.find_with_capacity(entry, ZkConfig::NODE_BYTES_MAX) else {
-            return self.open(Some(entry)).await.map(|session| (session, ZkConfig::NODE_BYTES_MAX));
+    ) -> Result<(Arc<ZkSession>, Capacity), BackendError> {
+        let Some(unwatched) = self.find_with_capacity(entry, Capacity::Unwatched) else {
+            return self.open(Some(entry)).await.map(|session| (session, Capacity::Unwatched));
         };
         match timeout(EXTRA_SESSION_TIMEOUT, self.open(Some(entry))).await {
-            Ok(Ok(session)) => Ok((session, WATCHED_BYTES_MAX)),
+            Ok(Ok(session)) => Ok((session, Capacity::Watched)),
             Ok(Err(_)) | Err(_) => {
                 *lock(&self.extra_session_allowed_at) = Moment::now().after(EXTRA_SESSION_PAUSE);
-                Ok((unwatched, ZkConfig::NODE_BYTES_MAX))
+                Ok((unwatched, Capacity::Unwatched))
             }
         }
     }
 
-    /// Adds a queue entry to `session`, up to `bytes_max` bytes in total. Returns `None` if the
-    /// entry does not fit or the session has ended.
+    /// Adds a queue entry to `session`. Returns `None` if the session does not have this capacity
+    /// for the entry, or has ended.
     fn insert_entry(
         &self,
         session: &Arc<ZkSession>,
         claim: ClaimId,
         entry: QueueEntry,
-        bytes_max: usize,
+        capacity: Capacity,
     ) -> Option<Arc<QueueEntry>> {
         let live = lock(&self.live);
         let is_live = live.iter().any(|live| Arc::ptr_eq(live, session));
-        if is_live { lock(&session.entries).insert_entry(claim, entry, bytes_max) } else { None }
+        if is_live { lock(&session.entries).insert_entry(claim, entry, capacity) } else { None }
     }
 
     /// Opens a session. Returns an existing session instead if it has capacity for the given queue
@@ -374,47 +374,62 @@ impl ConnectBackoff {
     }
 }
 
+/// The capacity that a session needs for a new queue entry.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Capacity {
+    /// The session can also watch the node of the entry.
+    Watched,
+    Unwatched,
+}
+
 /// The queue entries of one session, and the bytes of their nodes' paths.
 struct SessionEntries {
     by_claim: HashMap<ClaimId, Arc<QueueEntry>>,
     /// The bytes of all entries. An entry counts before its node is requested, and until its node
     /// is certainly deleted.
     bytes: usize,
+    /// The same without the units that are not watched.
+    watch_bytes: usize,
     /// The time at which an entry was last removed.
     last_removal_at: Moment,
 }
 
 impl Default for SessionEntries {
     fn default() -> Self {
-        Self { by_claim: HashMap::new(), bytes: 0, last_removal_at: Moment::now() }
+        Self { by_claim: HashMap::new(), bytes: 0, watch_bytes: 0, last_removal_at: Moment::now() }
     }
 }
 
 impl SessionEntries {
-    fn has_capacity(&self, bytes: usize, max: usize) -> bool {
-        self.bytes.saturating_add(bytes) <= max
+    fn has_capacity(&self, entry: &QueueEntry, capacity: Capacity) -> bool {
+        let can_watch = || self.watch_bytes.saturating_add(entry.watch_bytes) <= WATCHED_BYTES_MAX;
+        self.bytes.saturating_add(entry.node_bytes) <= ZkConfig::NODE_BYTES_MAX
+            && (capacity == Capacity::Unwatched || can_watch())
     }
 
     fn insert_entry(
         &mut self,
         claim: ClaimId,
         entry: QueueEntry,
-        bytes_max: usize,
+        capacity: Capacity,
     ) -> Option<Arc<QueueEntry>> {
         if let Some(entry) = self.by_claim.get(&claim) {
             return Some(Arc::clone(entry));
         }
-        if !self.has_capacity(entry.node_bytes, bytes_max) {
+        if !self.has_capacity(&entry, capacity) {
             return None;
         }
         self.bytes += entry.node_bytes;
+        self.watch_bytes += entry.watch_bytes;
         Some(Arc::clone(self.by_claim.entry(claim).or_insert_with(|| Arc::new(entry))))
     }
 
     fn remove_entry(&mut self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
-            self.bytes -= entry.node_bytes + entry.request_bytes.load(Ordering::Acquire);
+            let request_bytes = entry.request_bytes.load(Ordering::Acquire);
+            self.bytes -= entry.node_bytes + request_bytes;
+            self.watch_bytes -= entry.watch_bytes + request_bytes;
             self.last_removal_at = Moment::now();
         }
     }
@@ -425,11 +440,12 @@ impl SessionEntries {
         if entry.request_bytes.load(Ordering::Acquire) > 0 {
             return true;
         }
-        if !self.has_capacity(bytes, bytes_max) {
+        if self.bytes.saturating_add(bytes) > bytes_max {
             return false;
         }
         entry.request_bytes.store(bytes, Ordering::Release);
         self.bytes += bytes;
+        self.watch_bytes += bytes;
         true
     }
 

@@ -1,6 +1,7 @@
 //! Shared locks, upgrades and permits while connections break, sessions end, and other programs
 //! change nodes.
 
+use std::error::Error as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
@@ -13,7 +14,7 @@ use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{eventually, within};
-use registry_zk::{FenceError, Layout, Multi as _, Naming, ZkBackend};
+use registry_zk::{FenceError, Layout, Multi as _, Naming, TooManyUnits, ZkBackend};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{interval, sleep};
 use zookeeper_client::{Acls, Client, CreateMode};
@@ -150,6 +151,74 @@ async fn units_whose_reply_is_lost_are_taken_once() {
     }
     println!("{errors} errors");
     assert!(errors > 5, "the proxy cut {errors} replies");
+}
+
+/// The parent of the nodes of Curator's semaphore `k`.
+const SEMAPHORE: &str = "/SpringIntegration-LockRegistry/k";
+
+async fn semaphore(server: &ZooKeeperServer) -> ZkBackend {
+    let config = config(&server.url(), LONG_SESSION * 3).with_layout(Layout::Curator);
+    ZkBackend::open(config.with_naming(Naming::CuratorSemaphore)).await.unwrap()
+}
+
+/// The labels of all units together would exceed `jute.maxbuffer`, and the paths of all units
+/// exceed what a session can watch.
+#[tokio::test]
+async fn a_semaphore_grants_a_thousand_units_with_a_long_label_in_one_session() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let client = semaphore(&server).await;
+    let label = "x".repeat(LockOptions::LABEL_BYTES_MAX);
+    let mode = ClaimMode::Permits { take: 1_000, of: 1_000 };
+    let permits = claim(mode).with_label(Some((&*label).into()));
+    grant(&client, &permits).await;
+    assert_eq!(client.session_ids().len(), 1);
+    assert_busy(&client, &claim(ClaimMode::Permits { take: 1, of: 1_000 })).await;
+    let holders = client.inspect(permits.key()).await.unwrap();
+    let [holder] = &holders[..] else { panic!("{holders:?}") };
+    assert_eq!((holder.mode, holder.label.as_deref()), (mode, Some(&*label)));
+    assert_eq!(client.release(&permits).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn a_semaphore_refuses_too_many_units_before_it_creates_a_node() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let (client, operator) = (semaphore(&server).await, operator(&server).await);
+    let long_key = "k".repeat(2_000);
+    for (key, take, units_max) in [("k", 1_001, 1_000..1_001), (&*long_key, 300, 200..300)] {
+        let mode = ClaimMode::Permits { take, of: 2_000 };
+        let permits = Claim::new(Key::new(key).unwrap(), secs(5)).with_mode(mode);
+        let error = client.try_acquire(&permits).await.unwrap_err();
+        assert!(error.refused() && !error.is_retryable(), "{error:?}");
+        let source = error.source().unwrap().downcast_ref::<TooManyUnits>().unwrap();
+        assert!(source.units == take && units_max.contains(&source.units_max), "{source:?}");
+        let (parent, _) = SEMAPHORE.rsplit_once('/').unwrap();
+        assert_eq!(operator.list_children(parent).await.unwrap_or_default(), FREE);
+        // The number that the error names is granted.
+        let mode = ClaimMode::Permits { take: source.units_max, of: 2_000 };
+        let permits = permits.with_mode(mode);
+        grant(&client, &permits).await;
+        assert_eq!(client.release(&permits).await.unwrap(), Release::Freed);
+        let _ = operator.delete(&format!("{parent}/{key}/locks"), None).await;
+        let _ = operator.delete(&format!("{parent}/{key}/leases"), None).await;
+        let _ = operator.delete(&format!("{parent}/{key}"), None).await;
+    }
+}
+
+/// Without a release, the node would stay the head of the queue.
+#[tokio::test]
+async fn a_semaphore_whose_units_are_denied_reports_that_the_claim_must_be_released() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let (client, operator) = (semaphore(&server).await, operator(&server).await);
+    let leases = format!("{SEMAPHORE}/leases");
+    operator.mkdir(SEMAPHORE, &CreateMode::Persistent.with_acls(Acls::anyone_all())).await.unwrap();
+    let read_only = CreateMode::Persistent.with_acls(Acls::anyone_read());
+    operator.create(&leases, b"", &read_only).await.unwrap();
+    let permits = claim(ClaimMode::Permits { take: 2, of: 5 });
+    let error = client.try_acquire(&permits).await.unwrap_err();
+    assert!(error.kind() == BackendErrorKind::Denied && !error.refused(), "{error:?}");
+    client.release(&permits).await.unwrap();
+    let queue = format!("{SEMAPHORE}/locks");
+    assert_eq!(operator.list_children(&queue).await.unwrap_or_default(), FREE);
 }
 
 /// A dead process blocks the readers of others no longer than its session.
