@@ -224,6 +224,9 @@ impl Conversion {
 impl Drop for Conversion {
     fn drop(&mut self) {
         if let Some(hold) = self.hold.take() {
+            // The store may still convert the claim to a weaker mode. A claim that was handed over
+            // would then be shared with other clients.
+            let _ = hold.grant().exclude_from_hand_over();
             hold.resume_guards();
             drop(LockGuard::new(hold));
         }
