@@ -89,11 +89,13 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     /// # let key = |request: &Request| match request {
     /// #     Request::Show(order) | Request::Change(order) => format!("orders/{order}"),
     /// # };
-    /// let readers_at_once = LockLayer::new(registry.clone(), key).mode(|request: &Request| match request {
+    /// let mode_of = |request: &Request| match request {
     ///     Request::Show(_) => ClaimMode::Shared,
     ///     Request::Change(_) => ClaimMode::Exclusive,
-    /// });
-    /// let three_at_once = LockLayer::new(registry, key).mode(ClaimMode::Permits { take: 1, of: 3 });
+    /// };
+    /// let readers_at_once = LockLayer::new(registry.clone(), key).mode(mode_of);
+    /// let permits = ClaimMode::Permits { take: 1, of: 3 };
+    /// let three_at_once = LockLayer::new(registry, key).mode(permits);
     /// # Ok(()) }
     /// ```
     #[must_use]
