@@ -36,7 +36,7 @@ impl Store for TableStore {
 
 registry_conformance::conformance! {
     harness = TableHarness,
-    runs = 200,
+    runs = 206,
     skips = 174,
     without = [
         fair,

@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
-    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, Finding,
+    Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -288,9 +289,50 @@ impl LockBackend for FaultyBackend {
         self.inner.admin().map(|_| self as &dyn LockAdmin)
     }
 
+    fn batch(&self) -> Option<&dyn LockBatch> {
+        self.inner.batch().map(|_| self as &dyn LockBatch)
+    }
+
     async fn close(&self) {
         self.wait_for_late_requests().await;
         self.inner.close().await;
+    }
+}
+
+/// A batch is one call of [`Operation::Acquire`] or [`Operation::Release`].
+#[async_trait]
+impl LockBatch for FaultyBackend {
+    async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError> {
+        let claims: Arc<[Claim]> = claims.into();
+        self.call(Operation::Acquire, Err, move |inner| {
+            let claims = Arc::clone(&claims);
+            async move {
+                let Some(batch) = inner.batch() else { return Ok(BatchAttempt::Declined) };
+                Ok(match batch.try_acquire_all(&claims).await? {
+                    BatchAttempt::Busy(index, busy) => {
+                        BatchAttempt::Busy(index, busy.without_wake_check())
+                    }
+                    attempt => attempt,
+                })
+            }
+        })
+        .await
+    }
+
+    async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
+        let count = claims.len();
+        let claims: Arc<[Claim]> = claims.into();
+        let fail = move |error: BackendError| vec![Err(error); count];
+        self.call(Operation::Release, fail, move |inner| {
+            let claims = Arc::clone(&claims);
+            async move {
+                match inner.batch() {
+                    Some(batch) => batch.release_all(&claims).await,
+                    None => join_all(claims.iter().map(|claim| inner.release(claim))).await,
+                }
+            }
+        })
+        .await
     }
 }
 

@@ -336,6 +336,14 @@ macro_rules! __for_all_clauses {
                 a_busy_process_does_not_overtake_a_fair_caller [fair_on_request],
                 fair_callers_of_all_modes_get_the_key [fair_on_request shared permits],
             }
+            several_keys {
+                an_attempt_with_one_busy_key_holds_none [faithful],
+                a_repeated_attempt_for_several_keys_has_the_same_tokens [faithful fencing],
+                tokens_of_several_keys_increase [faithful fencing],
+                claims_of_several_keys_are_released_by_themselves [faithful],
+                a_lock_of_several_keys_waits_for_the_busy_one [faithful],
+                a_lock_of_several_keys_may_be_dropped_at_every_poll [faithful],
+            }
             loss {
                 a_holder_is_notified_when_its_claim_is_gone [],
                 a_lost_lock_stays_lost [],

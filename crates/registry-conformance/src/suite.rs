@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 362,
+///     runs = 368,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
+
 use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
@@ -47,47 +49,17 @@ pub(crate) async fn acquire(
     // One deadline for the local queue and the store together.
     let deadline = options.limited_wait().map(|wait| started_at.after(wait));
 
-    // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
-    // the time of a lease.
+    // Repeats only if this caller was not polled for the time of a lease.
     loop {
         // 1. The local permit, among the callers of this process.
-        let permit = match local_lock.enter(owner.as_ref(), claim_options, deadline).await {
-            Ok(Admission::LocalPermit(permit)) => permit,
-            // The lease ended before this caller received the guard.
-            Ok(
-                Admission::Reentered(guard)
-                | Admission::HandedOver(guard)
-                | Admission::Joined(guard),
-            ) if !guard.is_held() => continue,
-            Ok(Admission::Reentered(guard)) => {
-                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
-                engine.emit(|| LockEvent::Reentered { key, mode, token });
-                return Ok(Some(guard));
-            }
-            Ok(Admission::HandedOver(guard)) => {
-                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
-                engine.emit(|| LockEvent::HandedOver { key, mode, token });
-                return Ok(Some(guard));
-            }
-            Ok(Admission::Joined(guard)) => {
-                local_lock.record_hold(guard.hold());
-                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
-                engine.emit(|| LockEvent::Joined { key, mode, token });
-                return Ok(Some(guard));
-            }
-            Err(NotAdmitted::HeldByOwner(held)) => {
-                return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
-            }
-            Err(NotAdmitted::TimedOut(None)) => {
+        let admitted = admit(local_lock, owner.as_ref(), claim_options, deadline).await?;
+        let permit = match admitted {
+            Some(Admitted::LocalPermit(permit)) => permit,
+            Some(Admitted::Guard(guard)) => return Ok(Some(guard)),
+            None => {
                 emit_gave_up(local_lock, mode, started_at);
                 return Ok(None);
             }
-            // The caller in front got an error, so it is unknown whether the lock is held.
-            Err(NotAdmitted::TimedOut(Some(error))) => {
-                return Err(store_error("acquire", local_lock.key().as_str(), error));
-            }
-            Err(NotAdmitted::PassedOn) => continue,
-            Err(NotAdmitted::Closed) => return Err(LockError::Closed),
         };
 
         // 2. The claim in the store, among the processes. If the future is dropped, the claim is
@@ -103,6 +75,164 @@ pub(crate) async fn acquire(
             Err(AcquireFailure::Abandoned) => {}
             Err(AcquireFailure::Failed(error)) => return Err(error),
         }
+    }
+}
+
+/// Tries to acquire all locks of one registry. The store grants all or none if it can decide them in
+/// one step. Otherwise the result may contain some guards and the index of a busy lock.
+///
+/// # Cancel safety
+/// As [`acquire`], for each of the locks.
+pub(crate) async fn try_acquire_all(
+    local_locks: &[&Arc<LocalLock>],
+    options: &LockOptions,
+) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
+    tokio::task::coop::consume_budget().await;
+    let mut guards = Vec::with_capacity(local_locks.len());
+    let Some(engine) = local_locks.first().map(|local_lock| local_lock.engine()) else {
+        return Ok((guards, None));
+    };
+    let mode = ClaimMode::Exclusive;
+    engine.check_open()?;
+    for local_lock in local_locks {
+        engine.backend.check_key(local_lock.key())?;
+    }
+    let own_options = engine.claim_options(options, mode)?;
+    let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
+    let owner = options.owner.clone().or_else(Owner::current);
+    let started_at = Moment::now();
+    let deadline = Some(started_at);
+
+    // 1. All local permits, without waiting. Without one of them, no request is sent.
+    let (mut acquisitions, mut pending) = (Vec::new(), Vec::new());
+    for (index, local_lock) in local_locks.iter().enumerate() {
+        match admit(local_lock, owner.as_ref(), claim_options, deadline).await? {
+            Some(Admitted::Guard(guard)) => guards.push(guard),
+            Some(Admitted::LocalPermit(permit)) => {
+                let acquisition =
+                    Acquisition { local_lock, engine, claim_options, started_at, deadline };
+                pending.push(acquisition.pend(permit));
+                acquisitions.push((index, acquisition));
+            }
+            None => {
+                emit_gave_up(local_lock, mode, started_at);
+                return Ok((guards, Some(index)));
+            }
+        }
+    }
+
+    // 2. The claims in the store.
+    for (pending, (_, acquisition)) in pending.iter_mut().zip(&acquisitions) {
+        // The deadline is over, so this only cancels the pause.
+        _ = pending.contention().and_then(|it| acquisition.pause_end(it));
+    }
+    if engine.is_closing() {
+        return Err(LockError::Closed);
+    }
+    let is_sent = PendingClaim::send_all(&mut pending, engine).await;
+    let attempts = pending.into_iter().zip(acquisitions).map(|(pending, (index, acquisition))| {
+        let owner = owner.clone();
+        async move {
+            let attempt = acquisition.attempt_in_batch(pending, is_sent, owner);
+            match attempt.await {
+                // Starts over alone.
+                Err(AcquireFailure::Abandoned) => {
+                    let retried = Box::pin(acquire(local_locks[index], mode, options)).await;
+                    (index, retried.map(BatchedAttempt::from))
+                }
+                Err(AcquireFailure::Failed(error)) => (index, Err(error)),
+                Ok(attempt) => {
+                    if matches!(attempt, BatchedAttempt::Busy) {
+                        emit_gave_up(acquisition.local_lock, mode, started_at);
+                    }
+                    (index, Ok(attempt))
+                }
+            }
+        }
+    });
+    let (mut busy, mut has_withheld) = (None, false);
+    for (index, attempt) in join_all(attempts).await {
+        match attempt? {
+            BatchedAttempt::Granted(guard) => guards.push(guard),
+            BatchedAttempt::Busy => _ = busy.get_or_insert(index),
+            BatchedAttempt::Withheld => has_withheld = true,
+        }
+    }
+    if has_withheld && busy.is_none() {
+        let key = local_locks.iter().map(|it| it.key().as_str()).collect::<Vec<_>>().join(", ");
+        return Err(store_error("acquire", &key, BackendError::missing_in_batch()));
+    }
+    Ok((guards, busy))
+}
+
+/// What a caller gets from the local lock.
+enum Admitted {
+    LocalPermit(LocalPermit),
+    Guard(LockGuard),
+}
+
+/// Waits for the local permit, or for a guard of a claim of this process. Returns `None` if the
+/// deadline passed.
+async fn admit(
+    local_lock: &Arc<LocalLock>,
+    owner: Option<&Owner>,
+    claim_options: &Arc<ClaimOptions>,
+    deadline: Option<Moment>,
+) -> Result<Option<Admitted>, LockError> {
+    let engine = local_lock.engine();
+    // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
+    // the time of a lease.
+    loop {
+        let guard = match local_lock.enter(owner, claim_options, deadline).await {
+            Ok(Admission::LocalPermit(permit)) => return Ok(Some(Admitted::LocalPermit(permit))),
+            // The lease ended before this caller received the guard.
+            Ok(
+                Admission::Reentered(guard)
+                | Admission::HandedOver(guard)
+                | Admission::Joined(guard),
+            ) if !guard.is_held() => continue,
+            Ok(Admission::Reentered(guard)) => {
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::Reentered { key, mode, token });
+                guard
+            }
+            Ok(Admission::HandedOver(guard)) => {
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::HandedOver { key, mode, token });
+                guard
+            }
+            Ok(Admission::Joined(guard)) => {
+                local_lock.record_hold(guard.hold());
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::Joined { key, mode, token });
+                guard
+            }
+            Err(NotAdmitted::HeldByOwner(held)) => {
+                return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
+            }
+            Err(NotAdmitted::TimedOut(None)) => return Ok(None),
+            // The caller in front got an error, so it is unknown whether the lock is held.
+            Err(NotAdmitted::TimedOut(Some(error))) => {
+                return Err(store_error("acquire", local_lock.key().as_str(), error));
+            }
+            Err(NotAdmitted::PassedOn) => continue,
+            Err(NotAdmitted::Closed) => return Err(LockError::Closed),
+        };
+        return Ok(Some(Admitted::Guard(guard)));
+    }
+}
+
+/// The result for one key of an attempt for several keys.
+enum BatchedAttempt {
+    Granted(LockGuard),
+    Busy,
+    /// The store granted nothing, because another key was busy.
+    Withheld,
+}
+
+impl From<Option<LockGuard>> for BatchedAttempt {
+    fn from(guard: Option<LockGuard>) -> Self {
+        guard.map_or(Self::Busy, Self::Granted)
     }
 }
 
@@ -135,6 +265,7 @@ impl From<LockError> for AcquireFailure {
 }
 
 /// The acquisition of one key in the store, by the caller with the local permit.
+#[derive(Clone, Copy)]
 struct Acquisition<'a> {
     local_lock: &'a LocalLock,
     engine: &'a Engine,
@@ -149,14 +280,62 @@ impl Acquisition<'_> {
         permit: LocalPermit,
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
-        let claim = self.fresh_claim(self.local_lock.key());
-        let mut pending = PendingClaim::new(permit, claim, Arc::clone(self.claim_options));
+        let mut pending = self.pend(permit);
         if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end(it)) {
             let first = FirstAttempt::At(pause_end);
             return Box::pin(self.retry(pending, first, owner)).await;
         }
+        self.send(pending, owner).await
+    }
+
+    fn pend(&self, permit: LocalPermit) -> PendingClaim {
+        let claim = self.fresh_claim(self.local_lock.key());
+        PendingClaim::new(permit, claim, Arc::clone(self.claim_options))
+    }
+
+    /// Continues an attempt that [`PendingClaim::send_all`] has sent, or sends it.
+    async fn attempt_in_batch(
+        self,
+        mut pending: PendingClaim,
+        is_sent: bool,
+        owner: Option<Owner>,
+    ) -> Result<BatchedAttempt, AcquireFailure> {
+        if !is_sent {
+            return self.send(pending, owner).await.map(BatchedAttempt::from);
+        }
+        let mut suspension = Suspension::new(
+            self.engine.background.stall_detector(),
+            self.claim_options.lease.length,
+        );
+        let outcome;
+        (pending, outcome) = pending.response(None, self.engine, &mut suspension).await?;
+        drop(suspension);
+        match &outcome {
+            // Dropping the pending claim passes on its permit.
+            AttemptOutcome::Responded(_, Err(error)) if error.is_withheld() => {
+                Ok(BatchedAttempt::Withheld)
+            }
+            _ => self.receive(pending, Some(outcome), owner).await.map(BatchedAttempt::from),
+        }
+    }
+
+    async fn send(
+        self,
+        mut pending: PendingClaim,
+        owner: Option<Owner>,
+    ) -> Result<Option<LockGuard>, AcquireFailure> {
         self.check_open()?;
-        let mut outcome = pending.send(self.engine).await;
+        let outcome = pending.send(self.engine).await;
+        self.receive(pending, outcome, owner).await
+    }
+
+    /// Returns the guard of a grant. Otherwise continues with [`retry`](Self::retry).
+    async fn receive(
+        self,
+        mut pending: PendingClaim,
+        mut outcome: Option<AttemptOutcome>,
+        owner: Option<Owner>,
+    ) -> Result<Option<LockGuard>, AcquireFailure> {
         if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = outcome {
             self.local_lock.record_response();
             let token = grant.token;

@@ -1,8 +1,9 @@
-//! The trait that a lock store implements: ten methods, four of them required.
+//! The trait that a lock store implements: eleven methods, four of them required.
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
-//! re-entry, retries and clean-up. [`LockAdmin`] is the optional part for operators.
+//! re-entry, retries and clean-up. [`LockAdmin`] is the optional part for operators, [`LockBatch`]
+//! the optional part for several keys.
 
 use std::any::Any;
 use std::fmt;
@@ -52,7 +53,7 @@ use crate::mode::ClaimMode;
 /// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
-/// nothing to close. A backend that wraps another one must forward all ten;
+/// no [`LockBatch`], nothing to close. A backend that wraps another one must forward all eleven;
 /// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
@@ -165,6 +166,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns the requests for several keys, if the store has any. The default is `None`: the
+    /// engine then sends one request per key. The result never changes.
+    fn batch(&self) -> Option<&dyn LockBatch> {
+        None
+    }
+
     /// Closes connections. A registry calls this once when it is closed, after its releases have
     /// responses or the time limit is over. A registry that is only dropped does not call it. The
     /// default does nothing.
@@ -174,6 +181,46 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// # Cancel safety
     /// Need not be cancel safe.
     async fn close(&self) {}
+}
+
+/// Requests for the claims of several keys in one step of the store, from [`LockBackend::batch`].
+///
+/// The claims of one call are in one [shard](LockBackend::shard), and there are at least two. The
+/// clauses of [`LockBackend`] apply to each claim. Single requests for the same claims may follow,
+/// and the claims are renewed as all others.
+///
+/// # Cancel safety
+/// No method needs to be cancel safe, as in [`LockBackend`].
+#[async_trait]
+pub trait LockBatch: Send + Sync {
+    /// Tries to acquire the keys of all claims, without waiting for them. Grants all of them, or
+    /// changes nothing.
+    ///
+    /// The claims are exclusive, skip the queue, are no conversions, and have different keys. All
+    /// have the same lease, label and number of tokens. If some of them are already granted, they
+    /// keep their tokens, and the call grants the others.
+    ///
+    /// # Errors
+    /// As for [`LockBackend::try_acquire`]. The outcome of all claims is then unknown, unless
+    /// [`BackendError::refused`] is true. The request is sent at most once.
+    async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError>;
+
+    /// Ends the grants of all claims, as [`LockBackend::release`] does for one. Returns the results
+    /// in the order of `claims`. A claim that holds nothing does not affect the others.
+    async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>>;
+}
+
+/// A store's response to an attempt for several keys.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "all claims are granted, one is busy, or neither")]
+pub enum BatchAttempt {
+    /// All claims hold their keys. Contains the grants in the order of the claims.
+    Granted(Vec<Grant>),
+    /// The claim with this index must wait. Nothing was changed.
+    Busy(usize, Busy),
+    /// The store cannot decide these claims in one step. Nothing was changed. The engine sends one
+    /// request per claim.
+    Declined,
 }
 
 /// The operations of a store for operators, from [`LockBackend::admin`].

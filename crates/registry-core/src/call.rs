@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures_util::future::FutureExt as _;
+
 use crate::background::{BackgroundReleaser, Job};
 use crate::clock::sleep;
 use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
@@ -22,6 +24,26 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
         Poll::Ready(response) => Ok(response),
         Poll::Pending => Err(call),
     }
+}
+
+/// Splits a call for several claims into `parts` calls, one for each claim. Each part also drives
+/// the whole call, so it completes even if the others are dropped.
+///
+/// `missing` is the response for a claim that the backend has not answered.
+pub(crate) fn split<T>(
+    call: impl Future<Output = Vec<T>> + Send + 'static,
+    parts: usize,
+    missing: fn() -> T,
+) -> Vec<CallFuture<T>>
+where
+    T: Clone + Send + Sync + 'static,
+{
+    let shared = call.map(Arc::<[T]>::from).boxed().shared();
+    let part = |index: usize| -> CallFuture<T> {
+        let shared = shared.clone();
+        Box::pin(async move { shared.await.get(index).cloned().unwrap_or_else(missing) })
+    };
+    (0..parts).map(part).collect()
 }
 
 /// Waits for `future` for at most `limit`.

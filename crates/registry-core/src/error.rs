@@ -269,6 +269,9 @@ struct BackendErrorParts {
     refused: bool,
     stale_connection: bool,
     blocked: bool,
+    /// Another key of the same batch was busy.
+    #[cfg_attr(feature = "serde", serde(skip))]
+    withheld: bool,
     #[cfg_attr(feature = "serde", serde(skip))]
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
@@ -301,6 +304,7 @@ impl BackendError {
             refused: false,
             stale_connection: false,
             blocked: false,
+            withheld: false,
             source: None,
         }))
     }
@@ -401,6 +405,26 @@ impl BackendError {
             BackendErrorKind::Protocol,
             "the store's response to a renewal lacks this claim; report this bug of the backend",
         )
+    }
+
+    /// Creates the error of a claim for which a batch has no result.
+    pub(crate) fn missing_in_batch() -> Self {
+        Self::new(
+            BackendErrorKind::Protocol,
+            "the store's response to a batch lacks this claim; report this bug of the backend",
+        )
+    }
+
+    /// Creates the response for a claim that was not granted because another key of its batch was
+    /// busy. The engine does not return it to callers.
+    pub(crate) fn withheld() -> Self {
+        let mut error = Self::transient("another key was busy").as_refused();
+        error.0.withheld = true;
+        error
+    }
+
+    pub(crate) fn is_withheld(&self) -> bool {
+        self.0.withheld
     }
 
     /// Returns whether a retry can help.

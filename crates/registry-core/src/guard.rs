@@ -7,13 +7,15 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tokio::sync::oneshot;
 
 use crate::backend::{Claim, LockBackend, Release, Renewal};
-use crate::call::Call;
+use crate::background::BackgroundReleaser;
+use crate::call::{Call, first_poll, split};
 use crate::clock::Moment;
 use crate::contained::with_panic_safe_waker;
-use crate::engine::{Engine, lost_error, store_error};
+use crate::engine::{Engine, FirstPoll, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
@@ -237,19 +239,25 @@ impl LockGuard {
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
-    pub async fn unlock(mut self) -> Result<(), LockError> {
+    pub async fn unlock(self) -> Result<(), LockError> {
+        match self.end()? {
+            Some(ending) => release_or_hand_over(ending).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Ends this guard. Returns the grant if this was its last guard.
+    fn end(mut self) -> Result<Option<EndingGrant>, LockError> {
         let Some(hold) = self.hold.take() else {
-            return Ok(());
+            return Ok(None);
         };
         let Some(ended) = hold.remove_guard() else {
             return match hold.state() {
                 HoldState::Lost(reason) => Err(lost_error(hold.grant().claim().key(), reason)),
-                HoldState::Held | HoldState::Released => Ok(()),
+                HoldState::Held | HoldState::Released => Ok(None),
             };
         };
-        let ending = ended.map_err(|reason| lost_error(hold.grant().claim().key(), reason))?;
-        drop(hold);
-        release_or_hand_over(ending).await
+        ended.map(Some).map_err(|reason| lost_error(hold.grant().claim().key(), reason))
     }
 
     /// Returns the claim for a fenced write, and excludes the claim from hand-over. The store
@@ -326,15 +334,86 @@ impl Drop for LockGuard {
     }
 }
 
+/// Releases the locks of all guards, with one request where the store can. Returns the first error.
+///
+/// # Cancel safety
+/// As [`LockGuard::unlock`].
+pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> {
+    let mut result = Ok(());
+    let mut singles = Vec::new();
+    let mut batch: Vec<(EndingGrant, Claim)> = Vec::new();
+    for guard in guards {
+        let ending = match guard.end() {
+            Ok(Some(ending)) => ending,
+            Ok(None) => continue,
+            Err(error) => {
+                result = result.and(Err(error));
+                continue;
+            }
+        };
+        let Some(ending) = ending.hand_over() else { continue };
+        let claim = ending.claim();
+        let engine = ending.grant().engine();
+        let fits = engine.backend.batch().is_some()
+            && claim.mode() == ClaimMode::Exclusive
+            && !claim.is_fenced()
+            && ending.grant().min_hold_left().is_zero()
+            && batch.first().is_none_or(|(first, first_claim)| {
+                Arc::ptr_eq(first.grant().engine(), engine)
+                    && engine.backend.shard(first_claim) == engine.backend.shard(&claim)
+            });
+        if fits {
+            batch.push((ending, claim));
+        } else {
+            singles.push(ending);
+        }
+    }
+    if batch.len() < 2 {
+        singles.extend(batch.drain(..).map(|(ending, _)| ending));
+    }
+    let batched = release_batch(batch);
+    let singles = join_all(singles.into_iter().map(release_ending));
+    let (batched, singles) = futures_util::future::join(batched, singles).await;
+    batched.into_iter().chain(singles).fold(result, Result::and)
+}
+
+/// Releases the claims of one shard with one request. Each release then continues by itself.
+async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockError>> {
+    let Some((first, _)) = batch.first() else { return Vec::new() };
+    let background = first.grant().engine().background.clone();
+    let backend = Arc::clone(&first.grant().engine().backend);
+    let claims: Vec<Claim> = batch.iter().map(|(_, claim)| claim.clone()).collect();
+    let call = async move {
+        match backend.batch() {
+            Some(batch) => batch.release_all(&claims).await,
+            None => join_all(claims.iter().map(|claim| backend.release(claim))).await,
+        }
+    };
+    let parts = split(call, batch.len(), || Err(BackendError::missing_in_batch()));
+    let releases = batch.into_iter().zip(parts).map(|((ending, claim), part)| {
+        let background = background.clone();
+        async move {
+            let first = first_poll(part).await;
+            finish_release(ending, &claim, first, &background).await
+        }
+    });
+    join_all(releases).await
+}
+
 /// Hands the claim over, or releases it and waits for the outcome.
 ///
 /// # Cancel safety
 /// Dropping the future leaves the release to the background.
 async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
-    let Some(mut ending) = ending.hand_over() else {
+    let Some(ending) = ending.hand_over() else {
         yield_if_budget_used_up().await;
         return Ok(());
     };
+    release_ending(ending).await
+}
+
+/// Releases the claim, and waits for the outcome.
+async fn release_ending(ending: EndingGrant) -> Result<(), LockError> {
     let engine = ending.grant().engine();
     if !ending.grant().min_hold_left().is_zero() {
         let (engine, key) = (Arc::clone(engine), ending.grant().claim().key().clone());
@@ -342,7 +421,18 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return released.map_err(|reason| lost_error(&key, reason));
     }
     let claim = ending.claim();
+    let background = engine.background.clone();
     let first = engine.send_release(&claim).await;
+    finish_release(ending, &claim, first, &background).await
+}
+
+/// Waits for the outcome of a release that was sent and polled once.
+async fn finish_release(
+    mut ending: EndingGrant,
+    claim: &Claim,
+    first: FirstPoll<Release>,
+    background: &BackgroundReleaser,
+) -> Result<(), LockError> {
     if let Ok(Ok(Release::Freed)) = first
         && ending.grant().possible_grants() == 0
     {
@@ -353,12 +443,12 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return Ok(());
     }
     let release = match first {
-        Ok(response) => Call::completed(&engine.background, response),
-        Err(release) => Call::after_first_poll(&engine.background, release),
+        Ok(response) => Call::completed(background, response),
+        Err(release) => Call::after_first_poll(background, release),
     };
     // Boxed, because the futures of all waits are large, and the caller's future would contain
     // them even where the store responds at once.
-    Box::pin(release_in_flight(ending, &claim, release)).await
+    Box::pin(release_in_flight(ending, claim, release)).await
 }
 
 /// Makes the background releaser hand the claim over, or release it.

@@ -76,8 +76,8 @@ pub mod blocking;
 pub mod observe;
 
 pub use backend::{
-    Attempt, Busy, Claim, ClaimId, Finding, Grant, Holder, InvalidClaimId, LockAdmin, LockBackend,
-    Queueing, Release, Renewal, Severity, WakeCheck,
+    Attempt, BatchAttempt, Busy, Claim, ClaimId, Finding, Grant, Holder, InvalidClaimId, LockAdmin,
+    LockBackend, LockBatch, Queueing, Release, Renewal, Severity, WakeCheck,
 };
 pub use capabilities::{Capabilities, GuaranteeClass, Reach, RenewalPolicy};
 pub use clock::Moment;

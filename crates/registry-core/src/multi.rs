@@ -2,15 +2,18 @@
 
 use std::fmt;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::{join_all, select_all};
 
+use crate::acquire::try_acquire_all;
 use crate::clock::{Moment, sleep};
 use crate::engine::backoff;
 use crate::error::{InvalidOption, LockError, LostReason};
 use crate::fencing::FencingToken;
-use crate::guard::LockGuard;
+use crate::guard::{LockGuard, unlock_all};
+use crate::local_lock::LocalLock;
 use crate::lock::DistributedLock;
 use crate::mutant::{Mutant, mutated};
 use crate::options::LockOptions;
@@ -158,7 +161,7 @@ impl MultiLock {
                 kept.extend(guards.pop());
             }
             // The lock holds no key while it waits.
-            join_all(guards.into_iter().map(LockGuard::unlock)).await;
+            _ = unlock_all(guards).await;
             let left = match deadline {
                 None => None,
                 Some(deadline) => {
@@ -187,26 +190,40 @@ impl MultiLock {
         }
     }
 
-    /// Tries to acquire all keys that are not in `guards`, at the same time. Returns the first key
-    /// that was busy.
+    /// Tries to acquire all keys that are not in `guards`, with one request where the store can.
+    /// Returns the first key that was busy.
     async fn try_others(
         &self,
         options: &LockOptions,
         guards: &mut Vec<LockGuard>,
     ) -> Result<Option<&DistributedLock>, LockError> {
-        let once = || options.clone().wait(Duration::ZERO);
-        let others: Vec<_> = self
-            .locks
-            .iter()
-            .filter(|lock| guards.iter().all(|guard| guard.key() != lock.key()))
-            .collect();
-        let attempts = join_all(others.iter().map(|lock| lock.try_lock_with(once()))).await;
-        let mut busy = None;
-        for (lock, attempt) in others.into_iter().zip(attempts) {
-            match attempt? {
-                Some(guard) => guards.push(guard),
-                None => _ = busy.get_or_insert(lock),
+        let mut options = options.clone();
+        options.wait = Some(Duration::ZERO);
+        // The keys of a routing registry may belong to several registries.
+        let mut by_registry: Vec<(Vec<&DistributedLock>, Vec<&Arc<LocalLock>>)> = Vec::new();
+        for lock in &self.locks {
+            if guards.iter().any(|guard| guard.key() == lock.key()) {
+                continue;
             }
+            let local_lock = lock.local_lock()?;
+            let same = by_registry.iter_mut().find(|(_, local_locks)| {
+                local_locks.iter().any(|it| Arc::ptr_eq(it.engine(), local_lock.engine()))
+            });
+            match same {
+                Some((locks, local_locks)) => {
+                    locks.push(lock);
+                    local_locks.push(local_lock);
+                }
+                None => by_registry.push((vec![lock], vec![local_lock])),
+            }
+        }
+        let attempts = by_registry.iter().map(|(_, locals)| try_acquire_all(locals, &options));
+        let attempts = join_all(attempts).await;
+        let mut busy = None;
+        for ((locks, _), attempt) in by_registry.iter().zip(attempts) {
+            let (granted, busy_index) = attempt?;
+            guards.extend(granted);
+            busy = busy.or_else(|| locks.get(busy_index?).copied());
         }
         Ok(busy)
     }
@@ -300,7 +317,6 @@ impl MultiGuard {
     /// # Cancel safety
     /// As [`LockGuard::unlock`].
     pub async fn unlock(self) -> Result<(), LockError> {
-        let outcomes = join_all(self.guards.into_iter().map(LockGuard::unlock)).await;
-        outcomes.into_iter().collect()
+        unlock_all(self.guards).await
     }
 }

@@ -5,16 +5,16 @@
 //! request is in flight, the background releaser completes the request and releases the claim.
 //! Called by `acquire`.
 
-use std::future::Future as _;
+use std::future::{Future as _, poll_fn};
 use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
 
-use futures_util::future::FutureExt as _;
+use futures_util::future::{FutureExt as _, join_all};
 
-use crate::backend::{Attempt, Claim, Grant};
-use crate::call::{Call, CallFuture, first_poll};
+use crate::backend::{Attempt, BatchAttempt, Claim, Grant, LockBackend};
+use crate::call::{Call, CallFuture, first_poll, split};
 use crate::clock::{Moment, sleep};
 use crate::contained::{catch_panic, discard_panic};
 use crate::engine::{Engine, FirstPoll};
@@ -111,6 +111,45 @@ impl PendingClaim {
                 None
             }
         }
+    }
+
+    /// Sends one request for all claims, if the store can decide them in one step. Otherwise sends
+    /// nothing and returns false. [`response`](Self::response) returns the response to each claim.
+    pub(crate) async fn send_all(pending: &mut [Self], engine: &Engine) -> bool {
+        let Some(first) = pending.first() else { return false };
+        let shard = engine.backend.shard(first.claim());
+        if pending.len() < 2
+            || engine.backend.batch().is_none()
+            || !pending.iter().all(|it| engine.backend.shard(it.claim()) == shard)
+        {
+            return false;
+        }
+        let claims: Vec<Claim> = pending.iter().map(|it| it.claim().clone()).collect();
+        let backend = Arc::clone(&engine.backend);
+        let call = async move { attempt_all(&*backend, &claims).await };
+        let mut parts = split(call, pending.len(), || Err(BackendError::missing_in_batch()));
+        let sent_at = Moment::now();
+        for it in &mut *pending {
+            it.sent_at = sent_at;
+            it.epoch_at_send = it.local_lock().epoch();
+            // Counts the attempts in case the backend panics here.
+            it.unknown_attempts += 1;
+        }
+        // One poll sends the request. Each part is polled again by the task that waits for it.
+        poll_fn(|cx| {
+            if let Some(first) = parts.first_mut()
+                && let Poll::Ready(response) = first.as_mut().poll(cx)
+            {
+                *first = Box::pin(std::future::ready(response));
+            }
+            Poll::Ready(())
+        })
+        .await;
+        for (it, part) in pending.iter_mut().zip(parts) {
+            it.unknown_attempts -= 1;
+            it.in_flight = Some(Call::new(&engine.background, part));
+        }
+        true
     }
 
     /// Returns `outcome` if [`send`](Self::send) had a response. Otherwise waits for the response,
@@ -288,6 +327,33 @@ async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> FirstPoll<Atte
     }
     let (backend, claim) = (Arc::clone(&engine.backend), claim.clone());
     first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
+}
+
+/// Makes an attempt for all claims in one step, and returns the response to each of them.
+async fn attempt_all(
+    backend: &dyn LockBackend,
+    claims: &[Claim],
+) -> Vec<Result<Attempt, BackendError>> {
+    let attempt = match backend.batch() {
+        Some(batch) => batch.try_acquire_all(claims).await,
+        None => Ok(BatchAttempt::Declined),
+    };
+    match attempt {
+        Ok(BatchAttempt::Granted(grants)) => {
+            grants.into_iter().map(|grant| Ok(Attempt::Granted(grant))).collect()
+        }
+        Ok(BatchAttempt::Busy(busy_index, busy)) => {
+            let mut responses = vec![Err(BackendError::withheld()); claims.len()];
+            if let Some(response) = responses.get_mut(busy_index) {
+                *response = Ok(Attempt::Busy(busy));
+            }
+            responses
+        }
+        Ok(BatchAttempt::Declined) => {
+            join_all(claims.iter().map(|claim| backend.try_acquire(claim))).await
+        }
+        Err(error) => vec![Err(error); claims.len()],
+    }
 }
 
 /// Waits for the response to a request whose caller is gone, and releases a grant.

@@ -3,12 +3,15 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, Holder, InvalidKey,
-    Invalidations, Key, LockAdmin, LockBackend, Release, Renewal, RenewalPolicy, WakeCheck,
+    Attempt, BackendError, BatchAttempt, Busy, Capabilities, Claim, Finding, Grant, Holder,
+    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal,
+    RenewalPolicy, WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -16,7 +19,9 @@ use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
 use crate::several::AttemptResult;
-use crate::store::{AcquireResult, RedisStore, Released, key_names};
+use crate::store::{
+    AcquireResult, BatchResult, RedisStore, Released, key_names, unexpected_response,
+};
 
 /// A lock store on Redis or Valkey servers.
 ///
@@ -99,6 +104,46 @@ impl RedisBackend {
         }
     }
 
+    /// Returns the response for the engine.
+    fn to_attempt(&self, outcome: AttemptResult, claim: &Claim) -> Attempt {
+        match outcome {
+            AttemptResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
+                // The engine must not rely on a longer lease than the requested lease.
+                Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
+            }
+            AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
+                let mut busy = Busy::new().with_mark(event_seq).with_holder(holder);
+                // A Spring peer with a spin lock publishes no release, so the engine must keep
+                // polling.
+                if self.config.layout != Layout::Spring {
+                    busy = busy.with_wake_check(Arc::clone(&self.storage) as _);
+                }
+                Attempt::Busy(match remaining {
+                    Some(remaining) => busy.with_retry_after(remaining),
+                    None => busy,
+                })
+            }
+            AttemptResult::FromRecord(Attempt::Busy(busy), event_seq) => Attempt::Busy(
+                busy.with_mark(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
+            ),
+            AttemptResult::FromRecord(attempt, _) => attempt,
+        }
+    }
+
+    /// Returns the outcome of a release, and makes the registries verify the grants that remain.
+    fn record_release(
+        &self,
+        released: Result<Released, BackendError>,
+        claim: &Claim,
+    ) -> Result<Release, BackendError> {
+        let released = released.map_err(|error| self.with_address(error))?;
+        if released.others_remain {
+            // Their verification starts the tracking of the key again.
+            self.verify_other_grants(claim.key());
+        }
+        Ok(released.outcome)
+    }
+
     /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
@@ -138,28 +183,8 @@ impl LockBackend for RedisBackend {
                 quorum.try_acquire(claim).await.map(AttemptResult::Exclusive)
             }
         };
-        Ok(match outcome.map_err(|error| self.with_address(error))? {
-            AttemptResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
-                // The engine must not rely on a longer lease than the requested lease.
-                Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
-            }
-            AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
-                let mut busy = Busy::new().with_mark(event_seq).with_holder(holder);
-                // A Spring peer with a spin lock publishes no release, so the engine must keep
-                // polling.
-                if self.config.layout != Layout::Spring {
-                    busy = busy.with_wake_check(Arc::clone(&self.storage) as _);
-                }
-                Attempt::Busy(match remaining {
-                    Some(remaining) => busy.with_retry_after(remaining),
-                    None => busy,
-                })
-            }
-            AttemptResult::FromRecord(Attempt::Busy(busy), event_seq) => Attempt::Busy(
-                busy.with_mark(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
-            ),
-            AttemptResult::FromRecord(attempt, _) => attempt,
-        })
+        let outcome = outcome.map_err(|error| self.with_address(error))?;
+        Ok(self.to_attempt(outcome, claim))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -189,12 +214,7 @@ impl LockBackend for RedisBackend {
                 .await
                 .map(|outcome| Released { outcome, others_remain: false }),
         };
-        let released = released.map_err(|error| self.with_address(error))?;
-        if released.others_remain {
-            // Their verification starts the tracking of the key again.
-            self.verify_other_grants(claim.key());
-        }
-        Ok(released.outcome)
+        self.record_release(released, claim)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -212,6 +232,14 @@ impl LockBackend for RedisBackend {
         Some(self)
     }
 
+    fn batch(&self) -> Option<&dyn LockBatch> {
+        match &*self.storage {
+            Storage::Single(_) => Some(self),
+            // The masters of a quorum decide each key by rounds of its own.
+            Storage::Quorum(_) => None,
+        }
+    }
+
     async fn close(&self) {
         if !self.invalidations.registries().is_empty() {
             // Another registry still uses the connections of this backend.
@@ -220,6 +248,41 @@ impl LockBackend for RedisBackend {
         match &*self.storage {
             Storage::Single(store) => store.connections.close().await,
             Storage::Quorum(quorum) => quorum.close().await,
+        }
+    }
+}
+
+#[async_trait]
+impl LockBatch for RedisBackend {
+    async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError> {
+        let Storage::Single(store) = &*self.storage else { return Ok(BatchAttempt::Declined) };
+        let outcome = store.try_acquire_all(claims).await;
+        Ok(match outcome.map_err(|error| self.with_address(error))? {
+            BatchResult::Granted(grants) => {
+                let grants = grants.into_iter().zip(claims);
+                let grant = |((token, lease), claim): ((_, Duration), &Claim)| {
+                    Grant::new(token, lease.min(claim.lease()))
+                };
+                BatchAttempt::Granted(grants.map(grant).collect())
+            }
+            BatchResult::Busy(index, busy) => match claims.get(index) {
+                Some(claim) => match self.to_attempt(AttemptResult::Exclusive(busy), claim) {
+                    Attempt::Busy(busy) => BatchAttempt::Busy(index, busy),
+                    _ => return Err(unexpected_response()),
+                },
+                None => return Err(unexpected_response()),
+            },
+            BatchResult::Declined => BatchAttempt::Declined,
+        })
+    }
+
+    async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
+        match &*self.storage {
+            Storage::Single(store) => {
+                let released = store.release_all(claims).await.into_iter().zip(claims);
+                released.map(|(released, claim)| self.record_release(released, claim)).collect()
+            }
+            Storage::Quorum(_) => join_all(claims.iter().map(|claim| self.release(claim))).await,
         }
     }
 }

@@ -15,6 +15,8 @@ use crate::mutant::renew_script;
 pub(crate) struct Scripts {
     /// Grants the lock to a claim if no other claim holds it.
     pub(crate) acquire: Script,
+    /// Grants several locks if no other claim holds one of them.
+    pub(crate) acquire_all: Script,
     /// Adds a grant to a record of several claims.
     pub(crate) acquire_entry: Script,
     /// Replaces a record of several claims.
@@ -23,6 +25,8 @@ pub(crate) struct Scripts {
     pub(crate) renew: Script,
     /// Releases the lock if the claim holds it, and publishes the release.
     pub(crate) release: Script,
+    /// Releases several locks.
+    pub(crate) release_all: Script,
     /// Releases the lock regardless of its holder, and publishes the release.
     pub(crate) force_release: Script,
     /// Returns the holders of locks.
@@ -68,10 +72,16 @@ impl Scripts {
             |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
+            acquire_all: with_failure(include_str!("script/acquire_all.lua")),
             acquire_entry: script(include_str!("script/acquire_entry.lua")),
             replace_record: script(include_str!("script/replace_record.lua")),
             renew: with_failure(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
+            release_all: script(&format!(
+                "local function release(KEYS, ARGV)\n{}\nend\n{}",
+                include_str!("script/release.lua"),
+                include_str!("script/release_all.lua")
+            )),
             force_release: script(include_str!("script/force_release.lua")),
             inspect: with_failure(include_str!("script/inspect.lua")),
             store_token: script(include_str!("script/store_token.lua")),

@@ -49,6 +49,15 @@ pub(crate) enum ExclusiveAttempt {
     FoundRecord(StoredValue),
 }
 
+/// The store's response to an attempt for several locks.
+pub(crate) enum BatchResult {
+    /// The token and the remaining lease of each lock.
+    Granted(Vec<(FencingToken, Duration)>),
+    /// The index of a busy lock, and the response for it.
+    Busy(usize, AcquireResult),
+    Declined,
+}
+
 /// The holder of a lock, and its claim as the store records it.
 pub(crate) struct ClaimHolder {
     pub(crate) claim: Vec<u8>,
@@ -171,6 +180,81 @@ impl RedisStore {
         parse_acquire_response(response, claim.key(), event_seq)
     }
 
+    /// Tries to acquire the exclusive locks of all claims with one script. Declines claims of
+    /// different slots, and grants that must be durable.
+    pub(crate) async fn try_acquire_all(
+        &self,
+        claims: &[Claim],
+    ) -> Result<BatchResult, BackendError> {
+        let (Some(first), Some((slot, keys))) = (claims.first(), self.keys_of_one_slot(claims))
+        else {
+            return Ok(BatchResult::Declined);
+        };
+        if self.durability.is_required() {
+            return Ok(BatchResult::Declined);
+        }
+        let event_seq = last_event_seq();
+        let mut call = self
+            .scripts
+            .acquire_all
+            .call(keys.iter().map(String::as_str))
+            .arg(ceil_millis(first.lease()))
+            .arg(first.token_block())
+            .arg(self.token_ttl_ms(first))
+            .arg(first.label().unwrap_or_default());
+        for claim in claims {
+            call = call.arg(self.names.holder_id(claim.id()));
+        }
+        let response = match self.connections.run(slot, &call).await {
+            // A migrating slot has its keys on two servers, and one script cannot access both.
+            Err(error) if self.is_cluster && error.refused() => return Ok(BatchResult::Declined),
+            response => response?,
+        };
+        let Value::Array(parts) = response else { return Err(unexpected_response()) };
+        match &parts[..] {
+            [Value::Int(1), grants @ ..] if grants.len() == 2 * claims.len() => {
+                let grant = |grant: &[Value]| match grant {
+                    [token, Value::Int(remaining)] => {
+                        let token = parse_integer(token);
+                        let token = token.and_then(|token| FencingToken::try_from(token).ok());
+                        // As in a response to `acquire`.
+                        let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
+                        Ok((token.ok_or_else(unexpected_response)?, lease))
+                    }
+                    _ => Err(unexpected_response()),
+                };
+                grants.chunks(2).map(grant).collect::<Result<_, _>>().map(BatchResult::Granted)
+            }
+            [busy @ .., Value::Int(index)] if busy.first() == Some(&Value::Int(0)) => {
+                let index = usize::try_from(*index).map_err(|_| unexpected_response())?;
+                let claim = claims.get(index).ok_or_else(unexpected_response)?;
+                let busy = Value::Array(busy.to_vec());
+                match parse_acquire_response(busy, claim.key(), event_seq)? {
+                    ExclusiveAttempt::Decided(busy) => Ok(BatchResult::Busy(index, busy)),
+                    ExclusiveAttempt::FoundRecord(_) => Err(unexpected_response()),
+                }
+            }
+            [Value::Int(2)] => Ok(BatchResult::Declined),
+            _ => Err(unexpected_response()),
+        }
+    }
+
+    /// Returns the common slot of the claims, and their locks, each followed by its token key.
+    /// Returns `None` if the slots differ.
+    fn keys_of_one_slot(&self, claims: &[Claim]) -> Option<(u16, Vec<String>)> {
+        let locks: Vec<String> =
+            claims.iter().map(|claim| self.names.lock_name(claim.key())).collect();
+        let slot = self.slot(locks.first()?);
+        if locks.iter().any(|lock| self.slot(lock) != slot) {
+            return None;
+        }
+        let keys = locks.into_iter().flat_map(|lock| {
+            let token_key = self.names.token_key(&lock);
+            [lock, token_key]
+        });
+        Some((slot, keys.collect()))
+    }
+
     /// Runs a script that may grant `claim`. If the grant does not reach the required replicas or
     /// disks, releases it and returns an error.
     pub(crate) async fn run_grant(
@@ -280,7 +364,39 @@ impl RedisStore {
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
         let bits = self.run_release(&lock, call).await?;
-        Ok(Released { outcome: release_outcome(bits & 1), others_remain: bits & 2 != 0 })
+        Ok(Released::of_bits(bits))
+    }
+
+    /// Ends the grants of all claims, with one script if they have the same slot.
+    pub(crate) async fn release_all(
+        &self,
+        claims: &[Claim],
+    ) -> Vec<Result<Released, BackendError>> {
+        let single = |claim| self.release(claim);
+        let Some((slot, keys)) = self.keys_of_one_slot(claims) else {
+            return join_all(claims.iter().map(single)).await;
+        };
+        let mut call = self.scripts.release_all.call(keys.iter().map(String::as_str));
+        for (claim, lock) in claims.iter().zip(keys.iter().step_by(2)) {
+            call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
+            call = self.with_release_message(call, lock);
+        }
+        let bits: Vec<i64> = match self.connections.run(slot, &call).await.and_then(parse_response)
+        {
+            Ok(bits) => bits,
+            // A migrating slot has its keys on two servers, and one script cannot access both.
+            Err(error) if self.is_cluster && error.refused() => {
+                return join_all(claims.iter().map(single)).await;
+            }
+            Err(error) => return vec![Err(error); claims.len()],
+        };
+        // A release that failed in the script changed nothing. Repeated alone, it returns its error.
+        let released =
+            claims.iter().enumerate().map(async |(index, claim)| match bits.get(index) {
+                Some(&bits) if bits >= 0 => Ok(Released::of_bits(bits)),
+                _ => self.release(claim).await,
+            });
+        join_all(released).await
     }
 
     /// Releases the claim's grant if the round `round_id` wrote it.
@@ -303,14 +419,20 @@ impl RedisStore {
 
     /// Runs a script that ends grants of `lock` and publishes their release.
     async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<i64, BackendError> {
-        let mut call = call
+        let call = self.with_release_message(call, lock);
+        parse_response(self.connections.run(self.slot(lock), &call).await?)
+    }
+
+    /// Adds the arguments with which a script publishes the release of `lock`.
+    fn with_release_message<'a>(&self, call: ScriptCall<'a>, lock: &str) -> ScriptCall<'a> {
+        let call = call
             .arg(self.publish_command)
             .arg(self.names.message(lock))
             .arg(self.names.channel(lock));
-        if let Some(common) = self.names.common_channel() {
-            call = call.arg(common);
+        match self.names.common_channel() {
+            Some(common) => call.arg(common),
+            None => call,
         }
-        parse_response(self.connections.run(self.slot(lock), &call).await?)
     }
 
     /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
@@ -561,6 +683,13 @@ pub(crate) struct Released {
     pub(crate) outcome: Release,
     /// Other claims hold the key or wait for it.
     pub(crate) others_remain: bool,
+}
+
+impl Released {
+    /// Decodes the response of the script `release`.
+    fn of_bits(bits: i64) -> Self {
+        Self { outcome: release_outcome(bits & 1), others_remain: bits & 2 != 0 }
+    }
 }
 
 fn release_outcome(freed: i64) -> Release {

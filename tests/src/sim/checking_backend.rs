@@ -8,7 +8,8 @@ use async_trait::async_trait;
 use fastrand::Rng;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, ClaimMode, InvalidKey,
-    Invalidations, Key, LockAdmin, LockBackend, LockEvent, Observer, Queueing, Release, Renewal,
+    Invalidations, Key, LockAdmin, LockBackend, LockBatch, LockEvent, Observer, Queueing, Release,
+    Renewal,
 };
 
 use super::FaultProfile;
@@ -185,6 +186,11 @@ impl LockBackend for CheckingBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         self.inner.admin()
+    }
+
+    fn batch(&self) -> Option<&dyn LockBatch> {
+        // The requests for each key are checked one by one.
+        None
     }
 
     async fn close(&self) {

@@ -34,6 +34,8 @@ pub mod fair_queue;
 pub mod permits;
 pub mod shared;
 pub mod upgradable;
+// Several keys.
+pub mod several_keys;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.

@@ -11,7 +11,7 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
-        runs = 222,
+        runs = 228,
         skips = 152,
         without = [
         fair,

@@ -1,0 +1,184 @@
+//! Clauses of locks of several keys: all of them are held, or none.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{
+    Attempt, BatchAttempt, Claim, Grant, LockBackend, LockRegistryExt as _, Release,
+};
+
+use crate::context::{TestContext, busy, freed, granted, is_free, key, unlock};
+use crate::faulty::{Fault, Faults, Operation};
+use crate::sweep::{SweepOutcome, sweep};
+
+const KEYS: [&str; 3] = ["orders:1", "orders:2", "orders:3"];
+/// The maximum number of polls of a swept future.
+const POLLS_MAX: usize = 1_000;
+
+fn claims(context: &TestContext) -> Vec<Claim> {
+    KEYS.map(|name| Claim::new(key(name), context.long_lease())).to_vec()
+}
+
+/// Acquires all claims: in one step if the store has one, otherwise one after the other. Returns the
+/// index of a busy claim. A claim that was granted before a busy one is released.
+async fn acquire_all(client: &dyn LockBackend, claims: &[Claim]) -> Result<Vec<Grant>, usize> {
+    if let Some(batch) = client.batch() {
+        match batch.try_acquire_all(claims).await.expect("the store answers") {
+            BatchAttempt::Granted(grants) => {
+                assert_eq!(grants.len(), claims.len(), "one grant for each claim");
+                return Ok(grants);
+            }
+            BatchAttempt::Busy(index, _) => return Err(index),
+            BatchAttempt::Declined => {}
+        }
+    }
+    let mut grants = Vec::new();
+    for (index, claim) in claims.iter().enumerate() {
+        match client.try_acquire(claim).await.expect("the store answers") {
+            Attempt::Granted(grant) => grants.push(grant),
+            _ => {
+                for claim in &claims[..=index] {
+                    client.release(claim).await.expect("the store answers");
+                }
+                return Err(index);
+            }
+        }
+    }
+    Ok(grants)
+}
+
+async fn release_all(client: &dyn LockBackend, claims: &[Claim]) -> Vec<Release> {
+    let released = match client.batch() {
+        Some(batch) => batch.release_all(claims).await,
+        None => join_all(claims.iter().map(|claim| client.release(claim))).await,
+    };
+    assert_eq!(released.len(), claims.len(), "one answer for each claim");
+    released.into_iter().map(|released| released.expect("the store answers")).collect()
+}
+
+/// Of several keys, one is held. An attempt for all returns the index of its claim, and the others
+/// are free.
+pub async fn an_attempt_with_one_busy_key_holds_none(context: &TestContext) {
+    let (client, other) = (context.client().await, context.client().await);
+    for busy_index in 0..KEYS.len() {
+        let holder = Claim::new(key(KEYS[busy_index]), context.long_lease());
+        granted(&*other, &holder).await;
+        let claims = claims(context);
+        assert_eq!(acquire_all(&*client, &claims).await, Err(busy_index));
+        for (index, claim) in claims.iter().enumerate() {
+            assert_eq!(is_free(&*other, claim.key()).await, index != busy_index, "{claim:?}");
+        }
+        freed(&*other, &holder).await;
+    }
+    let claims = claims(context);
+    acquire_all(&*client, &claims).await.expect("all keys are free");
+    for claim in &claims {
+        busy(&*other, &Claim::new(claim.key().clone(), context.long_lease())).await;
+    }
+    assert_eq!(release_all(&*client, &claims).await, [Release::Freed; KEYS.len()]);
+}
+
+/// A repeated attempt for several keys returns the same tokens, also through single requests, and
+/// one release of each claim frees its key. The engine repeats a request whose reply was lost.
+pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &TestContext) {
+    let client = context.client().await;
+    let claims = claims(context);
+    let tokens =
+        |grants: Vec<Grant>| grants.into_iter().map(|grant| grant.token).collect::<Vec<_>>();
+    let first = tokens(acquire_all(&*client, &claims).await.expect("all keys are free"));
+    let again = tokens(acquire_all(&*client, &claims).await.expect("the claims hold their keys"));
+    assert_eq!(first, again);
+    for (claim, token) in claims.iter().zip(&first) {
+        assert_eq!(granted(&*client, claim).await.token, *token);
+    }
+    freed(&*client, &claims[1]).await;
+    let rest = tokens(acquire_all(&*client, &claims).await.expect("the claims hold their keys"));
+    assert_eq!((rest[0], rest[2]), (first[0], first[2]));
+    assert!(rest[1] > first[1], "{rest:?} after {first:?}");
+    assert_eq!(release_all(&*client, &claims).await, [Release::Freed; KEYS.len()]);
+    for claim in &claims {
+        assert!(is_free(&*client, claim.key()).await);
+    }
+}
+
+/// The tokens of attempts for several keys are larger than all earlier tokens of each key, and
+/// smaller than all later ones.
+pub async fn tokens_of_several_keys_increase(context: &TestContext) {
+    let client = context.client().await;
+    let mut last = [None; KEYS.len()];
+    for _ in 0..5 {
+        for with_batch in [false, true] {
+            let claims: Vec<_> =
+                claims(context).into_iter().map(|claim| claim.with_token_block(9)).collect();
+            let grants = if with_batch {
+                acquire_all(&*client, &claims).await.expect("all keys are free")
+            } else {
+                join_all(claims.iter().map(|claim| granted(&*client, claim))).await
+            };
+            for (last, grant) in last.iter_mut().zip(&grants) {
+                assert!(Some(grant.token) > *last, "{grant:?} after {last:?}");
+                // All tokens of the block are used.
+                *last = grant.token.checked_add(8);
+            }
+            release_all(&*client, &claims).await;
+        }
+    }
+}
+
+/// A release of several claims returns the outcome of each: one that holds nothing does not affect
+/// the others, and the claims of other clients stay.
+pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestContext) {
+    let client = context.client().await;
+    let claims = claims(context);
+    acquire_all(&*client, &claims).await.expect("all keys are free");
+    freed(&*client, &claims[1]).await;
+    let successor = Claim::new(claims[1].key().clone(), context.long_lease());
+    granted(&*client, &successor).await;
+    let outcomes = [Release::Freed, Release::NotHeld, Release::Freed];
+    assert_eq!(release_all(&*client, &claims).await, outcomes);
+    assert_eq!(release_all(&*client, &claims).await, [Release::NotHeld; KEYS.len()]);
+    assert!(is_free(&*client, claims[0].key()).await && is_free(&*client, claims[2].key()).await);
+    freed(&*client, &successor).await;
+}
+
+/// `obtain_all` holds all keys or none, and waits for the busy one.
+pub async fn a_lock_of_several_keys_waits_for_the_busy_one(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let held = remote.obtain(KEYS[1]).lock().await.expect("the key is free");
+    let all = local.obtain_all(KEYS);
+    assert!(all.try_lock().await.expect("the store answers").is_none(), "a key is held");
+    context.assert_becomes_free(&remote, KEYS[0]).await;
+    context.assert_becomes_free(&remote, KEYS[2]).await;
+    let waiting = tokio::spawn(async move { all.lock().await });
+    unlock(held).await;
+    let guard = waiting.await.expect("the task ends").expect("all keys become free");
+    assert!(guard.is_held());
+    guard.unlock().await.expect("held locks are unlocked");
+    for name in KEYS {
+        context.assert_becomes_free(&remote, name).await;
+    }
+}
+
+/// The acquisition of several keys may be dropped at every poll while the store is slow. All keys
+/// are soon free.
+pub async fn a_lock_of_several_keys_may_be_dropped_at_every_poll(context: &TestContext) {
+    let slow = Fault::DelayReply(Duration::from_millis(15));
+    let faults = Faults::none().always(Operation::Acquire, slow).always(Operation::Release, slow);
+    let faulty = context.faulty(faults).await;
+    let local = context.registry_over(&faulty, context.long_lease());
+    let remote = context.registry().await;
+    let make = async || {
+        let all = local.obtain_all(KEYS);
+        async move { all.lock().await?.unlock().await }
+    };
+    sweep(make, POLLS_MAX, async |end| {
+        if let SweepOutcome::Completed { output, .. } = end {
+            output.expect("free keys are locked and unlocked");
+        }
+        for name in KEYS {
+            context.assert_becomes_free(&remote, name).await;
+        }
+        local.idle().await;
+    })
+    .await;
+}
