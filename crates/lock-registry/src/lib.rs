@@ -49,9 +49,9 @@ pub mod modes {
 /// server.
 pub mod backend {
     pub use registry_core::{
-        Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
-        Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
-        Invalidations, LockAdmin, LockBackend, LockRecord, MemoryBackend, NewGrant,
+        Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, ClaimId,
+        ClaimMode, Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
+        Invalidations, LockAdmin, LockBackend, LockBatch, LockRecord, MemoryBackend, NewGrant,
         PassThroughBackend, Queueing, RecordChange, RecordEntry, RegistryBuilder, Release, Renewal,
         RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
     };

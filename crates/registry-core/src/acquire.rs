@@ -78,8 +78,8 @@ pub(crate) async fn acquire(
     }
 }
 
-/// Tries to acquire all locks of one registry. The store grants all or none if it can decide them in
-/// one step. Otherwise the result may contain some guards and the index of a busy lock.
+/// Tries to acquire all locks of one registry. The store grants all or none if it can decide them
+/// in one step. Otherwise the result may contain some guards and the index of a busy lock.
 ///
 /// # Cancel safety
 /// As [`acquire`], for each of the locks.

@@ -390,7 +390,7 @@ impl RedisStore {
             }
             Err(error) => return vec![Err(error); claims.len()],
         };
-        // A release that failed in the script changed nothing. Repeated alone, it returns its error.
+        // A failed release is repeated alone, to return its error.
         let released =
             claims.iter().enumerate().map(async |(index, claim)| match bits.get(index) {
                 Some(&bits) if bits >= 0 => Ok(Released::of_bits(bits)),

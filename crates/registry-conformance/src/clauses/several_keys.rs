@@ -23,8 +23,8 @@ fn claims(context: &TestContext) -> Vec<Claim> {
     KEYS.map(|name| Claim::new(key(name), context.long_lease())).to_vec()
 }
 
-/// Acquires all claims: in one step if the store has one, otherwise one after the other. Returns the
-/// index of a busy claim. A claim that was granted before a busy one is released.
+/// Acquires all claims: in one step if the store has one, otherwise one after the other. Returns
+/// the index of a busy claim. A claim that was granted before a busy one is released.
 async fn acquire_all(client: &dyn LockBackend, claims: &[Claim]) -> Result<Vec<Grant>, usize> {
     if let Some(batch) = client.batch() {
         match batch.try_acquire_all(claims).await.expect("the store answers") {

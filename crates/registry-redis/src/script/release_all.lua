@@ -1,5 +1,5 @@
--- KEYS: locks, each followed by its token key. ARGV: the ARGV of `release` for each lock. Returns the
--- response of `release` for each lock, or -1 if it failed.
+-- KEYS: locks, each followed by its token key. ARGV: the ARGV of `release` for each lock. Returns
+-- the response of `release` for each lock, or -1 if it failed.
 local answers, size = {}, #ARGV / (#KEYS / 2)
 for i = 1, #KEYS / 2 do
   local arguments = {unpack(ARGV, (i - 1) * size + 1, i * size)}
