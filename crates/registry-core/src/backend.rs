@@ -1,4 +1,4 @@
-//! The trait that a lock store implements: ten methods, four of them required.
+//! The trait that a lock store implements: eleven methods, four of them required.
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
@@ -18,6 +18,7 @@ use crate::fencing::FencingToken;
 use crate::invalidation::Invalidations;
 use crate::key::{InvalidKey, Key};
 use crate::mode::ClaimMode;
+use crate::value::ValueStore;
 
 /// A lock store.
 ///
@@ -52,7 +53,7 @@ use crate::mode::ClaimMode;
 /// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
-/// nothing to close. A backend that wraps another one must forward all ten;
+/// no [`ValueStore`], nothing to close. A backend that wraps another one must forward all eleven;
 /// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
@@ -162,6 +163,13 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// The result never changes. If it is `None`, [`Capabilities::inspect`] is false.
     fn admin(&self) -> Option<&dyn LockAdmin> {
+        None
+    }
+
+    /// Returns the value blocks of the store, if it has any. The default is `None`.
+    ///
+    /// The result never changes. If it is `None`, [`Capabilities::values`] is false.
+    fn values(&self) -> Option<&dyn ValueStore> {
         None
     }
 

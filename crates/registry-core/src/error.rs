@@ -22,8 +22,8 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break` or
-        /// `diagnose`.
+        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break`,
+        /// `diagnose`, `read the value` or `write the value`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,
@@ -82,6 +82,15 @@ pub enum LockError {
         /// The problem, and how to correct it.
         problem: &'static str,
     },
+    /// The value block of the key contains something else than the operation expects. Use another
+    /// key.
+    #[non_exhaustive]
+    ForeignValue {
+        /// The key.
+        key: String,
+        /// What the operation expects.
+        expected: &'static str,
+    },
     /// The owner holds the key in a mode that excludes the requested one, so the acquisition would
     /// wait for itself. Nothing was sent to the store.
     #[non_exhaustive]
@@ -136,6 +145,10 @@ impl fmt::Display for LockError {
             Self::OtherUnits { key, stated, held } => write!(
                 f,
                 "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held};                  use the same number, or resize it"
+            ),
+            Self::ForeignValue { key, expected } => write!(
+                f,
+                "the value block of {key:?} is not {expected}; use another key for it"
             ),
             Self::InvalidConversion { key, from, to, problem } => {
                 write!(f, "convert on {key:?} from {from} to {to} failed: {problem}")
@@ -233,6 +246,31 @@ impl InvalidOption {
         let problem =
             format!("is longer than {} bytes; shorten it", crate::LockOptions::LABEL_BYTES_MAX);
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn value_too_long(bytes: usize) -> Self {
+        let problem =
+            format!("is longer than {} bytes; store a reference", crate::LockValue::MAX_BYTES);
+        Self { option: "value", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn value_of_mode(mode: ClaimMode) -> Self {
+        let problem = "is not the mode of a holder that writes the value; acquire the lock with `lock`, or upgrade it";
+        Self { option: "mode", given: mode.name().to_owned(), problem: problem.into() }
+    }
+
+    pub(crate) fn data_too_long(bytes: usize) -> Self {
+        let max = crate::election::Election::DATA_BYTES_MAX;
+        let problem = format!("is longer than {max} bytes; store a reference");
+        Self { option: "data", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn tick_name(name: &str) -> Self {
+        let max = crate::once::Tick::NAME_BYTES_MAX;
+        let problem =
+            format!("is longer than {max} bytes or contains a line break; use another name");
+        let given = name.chars().take(80).collect();
+        Self { option: "tick", given, problem: problem.into() }
     }
 
     pub(crate) fn no_keys() -> Self {

@@ -268,6 +268,14 @@ impl LockRecord {
         self.busy(claim, now).is_some()
     }
 
+    /// Returns whether `claim` holds the key exclusively.
+    #[must_use]
+    pub fn is_held_exclusively(&self, claim: &Claim, now: u64) -> bool {
+        let ours = |entry: &RecordEntry| entry.id == claim.id() && entry.is_granted();
+        let is_exclusive = |entry: &RecordEntry| entry.mode == ClaimMode::Exclusive;
+        self.entries.iter().any(|it| ours(it) && is_exclusive(it) && now < it.until)
+    }
+
     /// Extends the lease of the grant of `claim`.
     pub fn renew(&mut self, claim: &Claim, now: u64) -> Renewal {
         match self.granted_mut(claim, now) {

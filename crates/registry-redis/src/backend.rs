@@ -7,8 +7,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, Holder, InvalidKey,
-    Invalidations, Key, LockAdmin, LockBackend, Release, Renewal, RenewalPolicy, WakeCheck,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
+    Grant, Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Release, Renewal,
+    RenewalPolicy, ValueRead, ValueStore, ValueWrite, WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -212,6 +213,10 @@ impl LockBackend for RedisBackend {
         Some(self)
     }
 
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.config.capabilities().values.then_some(self)
+    }
+
     async fn close(&self) {
         if !self.invalidations.registries().is_empty() {
             // Another registry still uses the connections of this backend.
@@ -272,6 +277,35 @@ impl LockAdmin for RedisBackend {
         }
         Ok(findings)
     }
+}
+
+#[async_trait]
+impl ValueStore for RedisBackend {
+    async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
+        match &*self.storage {
+            Storage::Single(store) => store.value(key).await,
+            Storage::Quorum(_) => Err(values_in_quorum()),
+        }
+        .map_err(|error| self.with_address(error))
+    }
+
+    async fn set_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: &[u8],
+    ) -> Result<ValueWrite, BackendError> {
+        match &*self.storage {
+            Storage::Single(store) => store.set_value(claim, token, value).await,
+            Storage::Quorum(_) => Err(values_in_quorum()),
+        }
+        .map_err(|error| self.with_address(error))
+    }
+}
+
+fn values_in_quorum() -> BackendError {
+    let message = "redis: the masters of a quorum share no data, so they have no value blocks";
+    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }
 
 impl fmt::Debug for RedisBackend {

@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend, format_time};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, Release, Renewal, WakeCheck,
+    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore, WakeCheck,
 };
 
 use crate::config::{ZkConfig, lease_max, misconfigured};
@@ -225,6 +225,10 @@ impl LockBackend for ZkBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.capabilities().values.then_some(self)
     }
 
     async fn close(&self) {

@@ -681,7 +681,7 @@ impl BackendConfig for ZkConfig {
         let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
         let capabilities = match self.layout {
             Layout::Native if self.may_write() => {
-                capabilities.with_shared().with_permits().with_upgradable()
+                capabilities.with_shared().with_permits().with_upgradable().with_values()
             }
             Layout::Native => capabilities.with_shared().with_permits(),
             Layout::Curator => match self.naming {

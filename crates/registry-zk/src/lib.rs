@@ -56,6 +56,7 @@ mod connection;
 mod session_validity;
 mod inspect;
 mod fence;
+mod values;
 mod diagnose;
 mod error;
 mod mutex;

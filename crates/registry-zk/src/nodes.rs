@@ -48,6 +48,7 @@ pub(crate) async fn create_sequential(
         Some(stat.czxid)
     };
     session.record_majority_response(sent_at);
+    session.record_server_time(stat.ctime);
     Ok(Ok(CreatedNode { path, czxid, listed }))
 }
 

@@ -9,6 +9,7 @@ use fastrand::Rng;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, ClaimMode, InvalidKey,
     Invalidations, Key, LockAdmin, LockBackend, LockEvent, Observer, Queueing, Release, Renewal,
+    ValueStore,
 };
 
 use super::FaultProfile;
@@ -185,6 +186,10 @@ impl LockBackend for CheckingBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         self.inner.admin()
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.inner.values()
     }
 
     async fn close(&self) {

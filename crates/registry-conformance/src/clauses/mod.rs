@@ -34,6 +34,10 @@ pub mod fair_queue;
 pub mod permits;
 pub mod shared;
 pub mod upgradable;
+// Value blocks, and what is built on them.
+pub mod election;
+pub mod once;
+pub mod values;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.
