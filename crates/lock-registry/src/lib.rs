@@ -45,6 +45,17 @@ pub mod modes {
     pub use registry_core::{ClaimMode, MultiGuard, MultiLock, Semaphore};
 }
 
+/// Jobs that run once per tick of a schedule, over all processes.
+pub use registry_core::once;
+
+/// Leader election.
+pub use registry_core::election;
+
+/// The value block of a key.
+pub mod value {
+    pub use registry_core::LockValue;
+}
+
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
 /// server.
 pub mod backend {
@@ -53,7 +64,7 @@ pub mod backend {
         Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
         Invalidations, LockAdmin, LockBackend, LockRecord, MemoryBackend, NewGrant,
         PassThroughBackend, Queueing, RecordChange, RecordEntry, RegistryBuilder, Release, Renewal,
-        RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
+        RenewalPolicy, Severity, ValueRead, ValueStore, ValueWrite, Waiter, Waiters, WakeCheck,
     };
 }
 
@@ -70,7 +81,8 @@ pub mod etcd {
 pub mod mysql {
     pub use registry_jdbc::{
         CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend,
-        MySqlConfig, RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
+        MySqlConfig, RowLocksExhausted, RunIn, RunInError, SpringTable, SqlMode, TransactionLock,
+        TransactionRun, sqlx,
     };
 }
 
@@ -79,8 +91,8 @@ pub mod mysql {
 pub mod postgres {
     pub use registry_jdbc::{
         CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend,
-        PostgresConfig, RowLocksExhausted, SpringTable, SqlMode, StatementMode, TransactionLock,
-        sqlx,
+        PostgresConfig, RowLocksExhausted, RunIn, RunInError, SpringTable, SqlMode, StatementMode,
+        TransactionLock, TransactionRun, sqlx,
     };
 }
 
@@ -96,7 +108,9 @@ pub mod redis {
 /// The store in an SQLite file. Feature `sqlite`.
 #[cfg(feature = "sqlite")]
 pub mod sqlite {
-    pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
+    pub use registry_jdbc::{
+        Fence, FenceError, RunIn, RunInError, SqliteBackend, SqliteConfig, TransactionRun, sqlx,
+    };
 }
 
 /// The store in ZooKeeper. Feature `zk`.
