@@ -3,9 +3,9 @@
 //!
 //! The token of a claim is the transaction that created its node. An upgrade passes the claims that
 //! wait, and its token, the transaction of the upgrade, is larger than theirs. This transaction
-//! therefore also writes the data of the lock's node. A claim whose token would be smaller than such
-//! a write takes the transaction of a write of its own. This transaction also writes the lock's
-//! node, because claims behind it may be older than its token.
+//! therefore also writes the data of the lock's node. A claim that is older than the last such
+//! write takes the transaction of a write of its own. This transaction also writes the lock's node,
+//! because claims behind it may be older than its token.
 //!
 //! An outcome that is unknown needs no resolution. The claim writes again, and the servers execute
 //! the requests of a session in order. The last write is therefore the one that was answered.
