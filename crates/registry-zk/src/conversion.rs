@@ -4,8 +4,8 @@
 //! nothing else has changed the data. An upgrade first creates a further node of the claim, the
 //! request, which blocks all claims behind it. The transaction that makes the claim exclusive
 //! checks that the request and the node that blocks new readers still exist, and deletes the
-//! request. This transaction is the token of the upgraded claim. It also writes the lock's node: see
-//! `later_token`.
+//! request. This transaction is the token of the upgraded claim. It also writes the lock's node:
+//! see `later_token`.
 
 use std::sync::Arc;
 

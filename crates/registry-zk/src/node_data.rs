@@ -1,7 +1,7 @@
 //! The data of a claim's node: a JSON object. It states the mode of a claim that was converted, and
-//! the token of one that was downgraded. The rest is for operators. If the data states no token, the
-//! token is the transaction that last wrote the data: it created the node, upgraded the claim, or
-//! was sent by `later_token`.
+//! the token of one that was downgraded. The rest is for operators. If the data states no token, it
+//! is the transaction that last wrote the data: the one that created the node, the one that
+//! upgraded the claim, or the one of `later_token`.
 
 use std::borrow::Cow;
 
