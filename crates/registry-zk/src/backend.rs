@@ -26,8 +26,9 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
 /// session.
 ///
-/// The token is the transaction that created the holder's node, or after an upgrade the request to
-/// upgrade it. Tokens grow as long as the servers keep their data.
+/// The token is the transaction that created the holder's node. The token of an upgraded claim is
+/// the transaction of the upgrade, and that of a claim that waited meanwhile is a later one. Tokens
+/// grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to

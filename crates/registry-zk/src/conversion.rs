@@ -4,7 +4,8 @@
 //! nothing else has changed the data. An upgrade first creates a further node of the claim, the
 //! request, which blocks all claims behind it. The transaction that makes the claim exclusive
 //! checks that the request and the node that blocks new readers still exist, and deletes the
-//! request. The transaction that created the request is the token of the upgraded claim.
+//! request. This transaction is the token of the upgraded claim. It also writes the lock's node:
+//! see `later_token`.
 
 use std::sync::Arc;
 
@@ -12,13 +13,14 @@ use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
     QueuedEntry, UpgradePosition, upgrade_position,
 };
-use zookeeper_client::{Error, MultiWriteError, MultiWriteResult};
+use zookeeper_client::{Error, MultiWriteResult};
 
 use crate::error::{is_refused, to_backend_error};
+use crate::later_token::LOCK_DATA;
 use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
 use crate::node_data::{NodeMode, decode_mode, encode_node_data};
 use crate::nodes::{
-    CreatedNode, create_sequential, delete, fencing_token, negative_transaction,
+    CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction,
     read_children_after_confirmation, sort_contenders,
 };
 use crate::queue::{claim_nodes, named_entry, node_bytes, node_prefix};
@@ -94,8 +96,7 @@ async fn run_conversion(
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
-                let converted = NodeMode { mode: claim.mode(), token };
-                write_mode(session, state, claim, converted, None).await?
+                write_mode(session, entry, state, claim, ModeWrite::Downgrade { token }).await?
             }
             (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
                 match upgrade(session, entry, state, claim).await? {
@@ -141,7 +142,7 @@ async fn upgrade(
             if is_blocked_as_before(session, upgrade.reader.as_ref()).await? {
                 return Ok(Upgrade::Busy(Busy::new().with_place()));
             }
-            read_children_or_empty(session, entry).await?
+            read_children_or_empty(session, entry).await?.names
         }
     };
     let children = exclude_missing_on_majority(state, children);
@@ -197,9 +198,9 @@ async fn upgrade(
         );
         return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
     }
-    let converted = NodeMode { mode: ClaimMode::Exclusive, token: upgrade.czxid };
     let guard = format!("{}/{}", entry.dir, names[guard]);
-    let is_done = write_mode(session, state, claim, converted, Some(&guard)).await?;
+    let is_done =
+        write_mode(session, entry, state, claim, ModeWrite::Upgrade { guard: &guard }).await?;
     Ok(if is_done { Upgrade::Done } else { Upgrade::Retry })
 }
 
@@ -224,7 +225,8 @@ async fn request_upgrade(
             state.is_conversion_unresolved = false;
             state.upgrade = Some(UpgradeRequest { path, czxid, reader: None });
             let listed = listed?;
-            listed.map(Some).map_err(|error| to_backend_error(&error).as_unknown())
+            let names = listed.map(|listed| Some(listed.names));
+            names.map_err(|error| to_backend_error(&error).as_unknown())
         }
         // The next attempt detects whether the request or the node of the claim exists.
         Err(Error::NoNode | Error::ConnectionLoss) => Ok(None),
@@ -235,24 +237,37 @@ async fn request_upgrade(
     }
 }
 
+/// A change of the mode of a held claim.
+#[derive(Clone, Copy)]
+enum ModeWrite<'a> {
+    /// The claim keeps this token.
+    Downgrade { token: i64 },
+    /// Changes nothing unless the node of the path `guard` exists. The token is the transaction.
+    Upgrade { guard: &'a str },
+}
+
 /// Writes the mode of the claim into the data of its node, and deletes its request to be upgraded.
-/// Changes nothing unless the node of the path `guard` exists. Returns false if the caller must try
-/// again.
+/// Returns false if the caller must try again.
 async fn write_mode(
     session: &ZkSession,
+    entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-    converted: NodeMode,
-    guard: Option<&str>,
+    write: ModeWrite<'_>,
 ) -> Result<bool, BackendError> {
     let Some(node) = &mut state.node else { return Ok(false) };
-    let data = encode_node_data(claim, Some(converted.mode), Some(converted.token));
+    let kept_token = match write {
+        ModeWrite::Downgrade { token } => Some(token),
+        ModeWrite::Upgrade { .. } => None,
+    };
+    let data = encode_node_data(claim, Some(claim.mode()), kept_token);
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
         writer.add_set_data(&node.path, &data, Some(node.version))?;
-        if let Some(guard) = guard {
+        if let ModeWrite::Upgrade { guard } = write {
             writer.add_check_version(guard, ANY_VERSION)?;
+            writer.add_set_data(&entry.dir, LOCK_DATA, None)?;
         }
         match &state.upgrade {
             Some(upgrade) => writer.add_delete(&upgrade.path, None),
@@ -264,30 +279,22 @@ async fn write_mode(
     state.own_watch = None;
     state.is_conversion_unresolved = true;
     let sent_at = Moment::now();
-    let committed = async {
-        match writer.commit().await {
-            Ok(results) => Ok(Ok(results)),
-            Err(MultiWriteError::OperationFailed { source, .. }) => Ok(Err(source)),
-            Err(MultiWriteError::RequestFailed { source }) => Err(source),
-        }
-    };
-    let error = match session.with_request_timeout(committed).await? {
-        Ok(Ok(results)) => {
+    let error = match commit(session, writer).await? {
+        Ok(results) => {
             let Some(MultiWriteResult::SetData { stat }) = results.first() else {
                 return Ok(false);
             };
             node.version = stat.version;
-            node.mode = converted;
+            let token = kept_token.unwrap_or(stat.mzxid);
+            node.mode = NodeMode { mode: claim.mode(), token };
             state.upgrade = None;
             state.is_conversion_unresolved = false;
             session.record_majority_response(sent_at);
             return Ok(true);
         }
         // The resolution detects what has changed.
-        Ok(Err(Error::NoNode | Error::BadVersion)) | Err(Error::ConnectionLoss) => {
-            return Ok(false);
-        }
-        Ok(Err(error)) | Err(error) => error,
+        Err(Error::NoNode | Error::BadVersion | Error::ConnectionLoss) => return Ok(false),
+        Err(error) => error,
     };
     state.is_conversion_unresolved = !is_refused(&error);
     Err(to_backend_error(&error))
@@ -344,7 +351,7 @@ pub(crate) async fn resolve_conversion(
         let read = session.with_request_timeout(session.client().get_data(&node.path)).await?;
         match read {
             Ok((data, stat)) if stat.czxid == node.czxid => {
-                let Some(mode) = decode_mode(name_of(&node.path), &data, stat.czxid) else {
+                let Some(mode) = decode_mode(name_of(&node.path), &data, &stat) else {
                     let message = format!(
                         "zookeeper: another program has replaced the data of {}, which states the mode of the lock; release the lock",
                         node.path

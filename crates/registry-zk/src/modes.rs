@@ -236,7 +236,7 @@ async fn read_node(
     };
     match session.with_request_timeout(read).await? {
         Ok((data, stat, watch)) => {
-            let mode = decode_other_mode(name, &data, stat.czxid);
+            let mode = decode_other_mode(name, &data, &stat);
             Ok(Some(ReadNode { data, mode, watch }))
         }
         Err(Error::NoNode) => Ok(None),
@@ -337,21 +337,20 @@ async fn read_holder(
     name: &str,
 ) -> Result<Option<ReadNode>, BackendError> {
     let path = format!("{dir}/{name}");
-    let (data, czxid) = match session.with_request_timeout(session.client().get_data(&path)).await?
-    {
-        Ok((data, stat)) => (data, stat.czxid),
+    let (data, stat) = match session.with_request_timeout(session.client().get_data(&path)).await? {
+        Ok(read) => read,
         Err(Error::NoNode) => return Ok(None),
         // The login may still check the node's existence.
         Err(Error::NoAuth) => {
             let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
             match found.map_err(|error| to_backend_error(&error))? {
-                Some(stat) => (Vec::new(), stat.czxid),
+                Some(stat) => (Vec::new(), stat),
                 None => return Ok(None),
             }
         }
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let mode = decode_other_mode(name, &data, czxid);
+    let mode = decode_other_mode(name, &data, &stat);
     Ok(Some(ReadNode { data, mode, watch: None }))
 }
 
