@@ -11,6 +11,7 @@ use crate::error::{LockError, LostReason};
 use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
+use crate::release::{PendingRelease, release_in_background};
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released
@@ -187,6 +188,10 @@ impl Conversion {
                 }
                 Ok(Attempt::Gone) => {
                     grant.lose(LostReason::Gone);
+                    // If a late request of an earlier upgrade has changed the grant, the store
+                    // still has it.
+                    let claim = grant.claim_to_release();
+                    release_in_background(PendingRelease::new(engine, claim));
                     return Err(lost_error(&key, LostReason::Gone));
                 }
                 Err(error) => error,

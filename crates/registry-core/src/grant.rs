@@ -102,12 +102,9 @@ impl ActiveGrant {
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
-        let mut lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
+        let lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((permit, claim, options)));
-        }
-        if let Some(after) = permit.local_lock().engine().verify_after() {
-            lease.schedule_first_verification(now.after(after));
         }
         permit.on_granted(now);
         let started = Started {
@@ -177,7 +174,7 @@ impl ActiveGrant {
         claim: Claim,
         options: Arc<ClaimOptions>,
         first_token: FencingToken,
-        lease: Lease,
+        mut lease: Lease,
     ) -> Arc<Self> {
         let Started {
             local_lock,
@@ -189,6 +186,9 @@ impl ActiveGrant {
             fenced,
         } = started;
         let now = Moment::now_coarse();
+        if let Some(after) = local_lock.engine().verify_after() {
+            lease.schedule_first_verification(now.after(after));
+        }
         let grant = Arc::new(Self {
             claim,
             options,

@@ -150,7 +150,11 @@ impl MultiLock {
         loop {
             let mut guards = std::mem::take(&mut kept);
             let busy = self.try_others(options, &mut guards).await?;
-            let Some(busy) = busy else {
+            // A key may be lost while the others are acquired.
+            let is_lost = |lock: &&DistributedLock| {
+                guards.iter().any(|it| it.key() == lock.key() && !it.is_held())
+            };
+            let Some(busy) = busy.or_else(|| self.locks.iter().find(is_lost)) else {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
                 return Ok(Some(MultiGuard { guards }));
             };

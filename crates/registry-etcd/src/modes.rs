@@ -43,6 +43,14 @@ impl QueueSnapshot {
         self.entries.iter().position(is_entry)
     }
 
+    /// Returns other entries whose token is smaller than `token`, with their records without it.
+    fn without_tokens_before(&self, own: &KeyValue, token: i64) -> Vec<(&KeyValue, Vec<u8>)> {
+        let others = self.entries.iter().filter(|it| it.key != own.key);
+        let smaller = others.filter(|it| it.create_revision < token);
+        let records = smaller.filter_map(|it| Some((it, record::forget_token(it)?)));
+        records.take(FORGOTTEN_TOKENS_MAX).collect()
+    }
+
     /// Returns the tombstones whose entries were deleted without a release, except that of `own`.
     fn lost_tombstones(&self, names: &KeyNames, own: &[u8]) -> Vec<KeyValue> {
         let is_present = |tombstone: &&KeyValue| {
@@ -492,9 +500,17 @@ impl EtcdBackend {
             return Ok(Conversion::Retry(None));
         }
         let token = request.create_revision;
-        let record = record::convert(&snapshot.entries[own], ClaimMode::Exclusive, token);
-        let convert =
-            txn::convert(&snapshot.entries[own], record, &[request, guard], Some(request));
+        let own_entry = &snapshot.entries[own];
+        // While the claim was exclusive, others began to wait with tokens of their own. None of them
+        // is granted while all three guards exist.
+        let forgotten = snapshot.without_tokens_before(own_entry, token);
+        if !forgotten.is_empty() {
+            let forget = txn::replace_waiting(&forgotten, &[own_entry, request, guard]);
+            self.execute(forget).await.map_err(CallError::into_error)?;
+            return Ok(Conversion::Retry(None));
+        }
+        let record = record::convert(own_entry, ClaimMode::Exclusive, token);
+        let convert = txn::convert(own_entry, record, &[request, guard], Some(request));
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
@@ -585,5 +601,8 @@ fn mark_of(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
 
+/// The maximum number of records in one transaction. With three comparisons more, it has fewer
+/// operations than the 128 that members allow by default.
+const FORGOTTEN_TOKENS_MAX: usize = 100;
 /// The maximum number of attempts while other clients change the queue between a read and a write.
 const CONFLICTS_MAX: usize = 32;

@@ -116,20 +116,29 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
 }
 
 /// An upgrade is granted although another claim waits for the key, which would otherwise wait for
-/// it in turn. The waiting claim is granted later, and so with a larger token.
+/// it in turn. The waiting claim is granted later, and so with a larger token, even if it has waited
+/// since the upgraded claim was first exclusive.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable] {
-        let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
-        let waiting = context.claim(mode).with_queueing(Queueing::ExclusiveIntent);
+    let queueing =
+        if context.capabilities().fair { Queueing::Join } else { Queueing::ExclusiveIntent };
+    let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable];
+    for (held, mode) in modes.into_iter().flat_map(|held| modes.map(|mode| (held, mode))) {
+        let claim = context.claim(held);
+        let mut grant = granted(&*first, &claim).await;
+        let waiting = context.claim(mode).with_queueing(queueing);
         busy(&*second, &waiting).await;
+        if held == ClaimMode::Exclusive {
+            grant = granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
+            busy(&*second, &waiting).await;
+        }
         let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
         busy(&*second, &waiting).await;
         freed(&*first, &claim).await;
         let next = granted(&*second, &waiting).await;
         assert!(
             !context.capabilities().fencing || next.token > upgraded.token,
-            "{mode}: {next:?} after {upgraded:?}"
+            "{mode} behind {held}: {next:?} after {upgraded:?}"
         );
         let again = granted(&*second, &waiting).await;
         assert!(!context.capabilities().fencing || again.token == next.token, "{again:?}");

@@ -284,3 +284,18 @@ async fn a_reader_returns_no_tokens_that_hand_overs_of_another_key_have_used() {
     let next = granted(&store, &claim("a", ClaimMode::Exclusive, 16)).await;
     assert!(next.get() > first.get() + 10, "{next} after ten hand-overs of {first}");
 }
+
+/// A late request of an upgrade that was given up makes the claim exclusive, with a token that the
+/// holder does not know.
+#[tokio::test(start_paused = true)]
+async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fails() {
+    let store = MemoryBackend::new();
+    let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let guard = registry.obtain("k").upgradable().await.unwrap();
+    let late = guard.claim().clone().converted_to(ClaimMode::Exclusive);
+    granted(&store, &late.of_grant(guard.fencing_token())).await;
+    let downgraded = guard.downgrade().await;
+    assert!(matches!(downgraded, Err(LockError::Lost { .. })), "{downgraded:?}");
+    registry.idle().await;
+    assert_eq!(registry.obtain("k").holders().await.unwrap(), []);
+}
