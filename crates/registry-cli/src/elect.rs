@@ -87,6 +87,9 @@ struct Candidate<'a> {
 impl Candidate<'_> {
     async fn run(&self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
         loop {
+            let role = self.election.role();
+            let text = format!("campaigning for {}", printable(role));
+            self.output.notice("campaigning", &text, json!({ "key": role }));
             let won = tokio::select! {
                 biased;
                 won = self.election.campaign() => won,

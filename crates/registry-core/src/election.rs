@@ -166,12 +166,9 @@ impl Election {
             match self.run_term(&mut work).await {
                 Ok(_) => failures = 0,
                 Err(LockError::Closed) => return Ok(()),
-                Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
-                    // A loss is no failure of the store: the next campaign begins at once.
-                    if matches!(error, LockError::Backend { .. }) {
-                        sleep(backoff(failures)).await;
-                        failures = failures.saturating_add(1);
-                    }
+                Err(LockError::Backend { .. } | LockError::Lost { .. }) => {
+                    sleep(backoff(failures)).await;
+                    failures = failures.saturating_add(1);
                 }
                 Err(error) => return Err(error),
             }

@@ -44,8 +44,8 @@ impl Job {
         self.scheduled(Schedule::Tick(tick.into()))
     }
 
-    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick's number is the
-    /// number of whole periods since then.
+    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at which
+    /// its period begins, so a job may change its period.
     ///
     /// The time is that of the store's clock where clients can read it, so that hosts whose clocks
     /// differ agree. In etcd it is the clock of this host. In ZooKeeper, a process that has acquired
@@ -89,10 +89,13 @@ impl Tick {
     }
 
     /// Returns whether this tick is done once `last` is completed. Numbers and times are done in
-    /// their order. A name is done only while it is the last one.
+    /// their order. A name is done only while it is the last one. Ticks of different kinds have no
+    /// order.
     fn is_done_after(&self, last: &Self) -> bool {
-        match (self.number(), last.number()) {
-            (Some(tick), Some(last)) => tick <= last,
+        match (self, last) {
+            (Self::Number(tick), Self::Number(last)) | (Self::Time(tick), Self::Time(last)) => {
+                tick <= last
+            }
             _ => self == last,
         }
     }
@@ -179,8 +182,8 @@ enum Schedule {
 }
 
 impl ScheduledJob {
-    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Times that the caller
-    /// states have no predecessor, so a [`Tick::Time`] is always run alone.
+    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods can
+    /// be missed. A time or a name that the caller states is always run alone.
     pub fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
@@ -320,27 +323,32 @@ impl ScheduledJob {
             None => None,
         };
         let now = read.now.unwrap_or_else(host_time);
-        let last = match &self.schedule {
-            Schedule::Tick(tick) => tick.clone(),
+        let (last, step) = match &self.schedule {
+            Schedule::Tick(tick) => (tick.clone(), 1),
             Schedule::Every(period) => {
                 let period = u64::try_from(period.as_millis()).unwrap_or(u64::MAX);
-                Tick::Number(millis(now) / period)
+                (Tick::Time(millis(now) / period * period), period)
             }
         };
-        let due = |first| Ticks { next: Some(first), last: last.clone(), now, read_at };
+        let due = |first| Ticks { next: Some(first), last: last.clone(), step, now, read_at };
         let Some(record) = record else { return Ok(Checked::Due(due(last.clone()))) };
         if last.is_done_after(&record.tick) {
             return Ok(Checked::Done(record));
         }
-        let first = match (last.clone(), &record.tick, self.catch_up) {
-            (Tick::Number(last), Tick::Number(done), CatchUp::All) => {
-                Tick::Number(last.min(done + 1))
-            }
-            (Tick::Number(last), Tick::Number(done), CatchUp::Latest) => {
-                Tick::Number((last - 1).max(done + 1))
-            }
-            (last, ..) => last,
+        let is_period = matches!(self.schedule, Schedule::Every(_));
+        // The ticks between the last completed one and the current one.
+        let (done, current) = match (&record.tick, &last) {
+            (Tick::Number(done), Tick::Number(current)) => (*done, *current),
+            (Tick::Time(done), Tick::Time(current)) if is_period => (*done, *current),
+            _ => return Ok(Checked::Due(due(last.clone()))),
         };
+        let first = match self.catch_up {
+            CatchUp::Skip => current,
+            CatchUp::Latest => current.saturating_sub(step),
+            CatchUp::All => done / step * step + step,
+        };
+        let first = if first <= done { current } else { first.min(current) };
+        let first = if is_period { Tick::Time(first) } else { Tick::Number(first) };
         Ok(Checked::Due(due(first)))
     }
 }
@@ -368,6 +376,8 @@ pub enum Begun {
 pub struct Ticks {
     next: Option<Tick>,
     last: Tick,
+    /// The difference between two ticks.
+    step: u64,
     /// The store's time at `read_at`.
     now: SystemTime,
     read_at: Moment,
@@ -401,11 +411,15 @@ impl Iterator for Ticks {
 
     fn next(&mut self) -> Option<Tick> {
         let tick = self.next.take()?;
-        if let (Tick::Number(number), Tick::Number(last)) = (&tick, &self.last)
-            && number < last
-        {
-            self.next = Some(Tick::Number(number + 1));
-        }
+        self.next = match (&tick, &self.last) {
+            (Tick::Number(number), Tick::Number(last)) if number < last => {
+                Some(Tick::Number(number.saturating_add(self.step)))
+            }
+            (Tick::Time(time), Tick::Time(last)) if time < last => {
+                Some(Tick::Time(time.saturating_add(self.step)))
+            }
+            _ => None,
+        };
         Some(tick)
     }
 }

@@ -59,6 +59,7 @@ fn a_waiting_candidate_ends_at_a_signal() {
     let holder = store.start(["hold", "role"]);
     holder.next_line();
     let mut candidate = start(&store, &[]);
+    candidate.wait_for_stderr("campaigning for role");
     candidate.signal(Signal::SIGINT);
     assert_eq!(candidate.wait(), 130);
     assert_eq!(holder.finish(), 0);

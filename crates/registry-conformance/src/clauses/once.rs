@@ -116,6 +116,9 @@ pub async fn missed_ticks_are_run_as_the_job_states(context: &TestContext) {
         assert_eq!(job.run(work).await.expect("the job runs"), Outcome::Ran(()));
     }
     assert_eq!(ran, [3, 6, 9, 10, 11, 12, 13, 14]);
+    // Ticks of another kind have no order with these.
+    let time = registry.once("report").tick(std::time::UNIX_EPOCH).run(async |_: Run| ()).await;
+    assert_eq!(time.expect("the job runs"), Outcome::Ran(()));
 }
 
 /// The runs of a job have increasing fencing tokens.
@@ -132,15 +135,20 @@ pub async fn each_run_has_a_larger_token(context: &TestContext) {
     }
 }
 
-/// A run of a period is recorded under its number, so the same period does not run twice.
+/// A run of a period is recorded under the time at which it begins, so the same period does not run
+/// twice, and a job may change its period.
 pub async fn a_period_runs_once(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     // The period does not end during the test.
     let period = Duration::from_secs(100 * 366 * 24 * 3_600);
     let outcome = first.once("report").every(period).run(async |run: Run| run.tick().clone()).await;
-    assert_eq!(outcome.expect("the job runs"), Outcome::Ran(Tick::Number(0)));
+    assert_eq!(outcome.expect("the job runs"), Outcome::Ran(Tick::Time(0)));
     let again = second.once("report").every(period).run(async |_: Run| ()).await;
     assert!(matches!(again.expect("the store answers"), Outcome::AlreadyDone { .. }));
+    let shorter = second.once("report").every(period / 10_000).run(async |_: Run| ()).await;
+    assert_eq!(shorter.expect("the job runs"), Outcome::Ran(()));
+    let longer = first.once("report").every(period).run(async |_: Run| ()).await;
+    assert!(matches!(longer.expect("the store answers"), Outcome::AlreadyDone { .. }));
     let error = second.once("report").every(Duration::from_micros(1)).run(async |_: Run| ()).await;
     assert!(matches!(error.expect_err("too short"), LockError::InvalidOption(_)));
 }
