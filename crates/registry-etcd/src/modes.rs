@@ -501,8 +501,8 @@ impl EtcdBackend {
         }
         let token = request.create_revision;
         let own_entry = &snapshot.entries[own];
-        // While the claim was exclusive, others began to wait with tokens of their own. None of them
-        // is granted while all three guards exist.
+        // While the claim was exclusive, others began to wait with tokens of their own. None of
+        // them is granted while all three guards exist.
         let forgotten = snapshot.without_tokens_before(own_entry, token);
         if !forgotten.is_empty() {
             let forget = txn::replace_waiting(&forgotten, &[own_entry, request, guard]);

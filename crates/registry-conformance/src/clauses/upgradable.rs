@@ -116,8 +116,8 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
 }
 
 /// An upgrade is granted although another claim waits for the key, which would otherwise wait for
-/// it in turn. The waiting claim is granted later, and so with a larger token, even if it has waited
-/// since the upgraded claim was first exclusive.
+/// it in turn. The waiting claim is granted later, and so with a larger token, even if it waited
+/// when the upgraded claim was first exclusive.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let queueing =
