@@ -200,7 +200,7 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
 }
 
 /// The replies to a claim that takes a later token are cut after each number of bytes. The token
-/// that it is granted is the one that the store has, and a fenced write accepts it.
+/// that it is granted is the one that the store has.
 #[tokio::test]
 async fn a_later_token_whose_reply_is_lost_is_one_token() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -545,6 +545,28 @@ async fn a_converted_guard_writes_fenced_until_it_is_lost() {
     let refused = late.commit().await.unwrap_err();
     assert!(matches!(refused, FenceError::Lost { .. }), "{refused:?}");
     assert_eq!(operator.get_data("/balance").await.unwrap().0, b"3");
+}
+
+#[tokio::test]
+async fn a_guard_that_waited_during_an_upgrade_writes_fenced() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    operator.create("/balance", b"0", &persistent).await.unwrap();
+    let first = registry(&server.url(), LONG_SESSION).await;
+    let second = registry(&server.url(), LONG_SESSION).await;
+    let guard = first.obtain("k").upgradable().await.unwrap();
+    let lock = second.obtain("k");
+    let waiter = tokio::spawn(async move { lock.lock().await });
+    eventually(LONG, async || nodes(&operator).await.len() == 2).await;
+    let guard = guard.upgrade().await.unwrap();
+    let upgraded = guard.fencing_token();
+    guard.unlock().await.unwrap();
+    let next = within(LONG, waiter).await.unwrap().unwrap();
+    assert!(next.fencing_token() > upgraded);
+    next.multi().unwrap().set("/balance", "1", None).commit().await.unwrap();
+    assert_eq!(operator.get_data("/balance").await.unwrap().0, b"1");
+    next.unlock().await.unwrap();
 }
 
 /// The holders of one key. An exclusive holder counts as 1,000, a permit or a reader as one.
