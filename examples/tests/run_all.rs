@@ -73,6 +73,7 @@ programs! {
         "run 44",
         "caught up: true",
     ],
+    once_sql [] [] says ["attempt 1: 110", "attempt 2: 110"],
     election [] [] says [
         "host 1 leads",
         "the leader is at 10.0.0.1:8080",

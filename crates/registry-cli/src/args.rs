@@ -99,8 +99,8 @@ pub(crate) enum CliCommand {
 /// when the command has ended.
 ///
 /// The environment of the command contains the key in LOCKREG_KEY. If the store has fencing,
-/// LOCKREG_FENCING_TOKEN contains the fencing token. With --once-per or --tick, LOCKREG_TICK contains
-/// the tick.
+/// LOCKREG_FENCING_TOKEN contains the fencing token. With --once-per or --tick, LOCKREG_TICK
+/// contains the tick.
 ///
 /// If the lock is lost while the command runs, lockreg sends SIGTERM to the process group of the
 /// command, and SIGKILL after the grace time. Signals to lockreg are forwarded to the command.
@@ -125,8 +125,9 @@ pub(crate) struct RunArgs {
 /// Options for a command that runs once per tick.
 #[derive(Debug, Args)]
 pub(crate) struct OnceArgs {
-    /// Runs the command at most once per period, over all hosts. A period begins at each multiple of
-    /// TIME since 1970 in UTC. If it was run in this period, or runs now, the status is 0 at once
+    /// Runs the command at most once per period, over all hosts. A period begins at each multiple
+    /// of TIME since 1970 in UTC. If it was run in this period, or runs now, the status is 0 at
+    /// once
     #[arg(long, value_name = "TIME", value_parser = parse_period, conflicts_with_all = ["tick", "shared", "permits", "also"], allow_hyphen_values = true)]
     pub(crate) once_per: Option<Duration>,
     /// Runs the command unless it was run for this tick: a number that grows, or a name
@@ -179,8 +180,8 @@ impl RunArgs {
 /// command, and SIGKILL before the end of the lease, and campaigns again. If the command ends by
 /// itself, lockreg releases the role, and ends with the status of the command.
 ///
-/// The environment of the command contains the role in LOCKREG_KEY and the fencing token of the term
-/// in LOCKREG_FENCING_TOKEN. Signals to lockreg are forwarded to the command.
+/// The environment of the command contains the role in LOCKREG_KEY and the fencing token of the
+/// term in LOCKREG_FENCING_TOKEN. Signals to lockreg are forwarded to the command.
 #[derive(Debug, Args)]
 #[command(after_help = ELECT_EXAMPLES)]
 pub(crate) struct ElectArgs {
@@ -307,8 +308,8 @@ pub(crate) struct ShowArgs {
 
 /// Prints the value block of a key; status 1 if it has none
 ///
-/// Prints the bytes as they are. With --json, prints the text, or the bytes in hexadecimal digits if
-/// they are not UTF-8, and the fencing token of the holder that wrote them.
+/// Prints the bytes as they are. With --json, prints the text, or the bytes in hexadecimal digits
+/// if they are not UTF-8, and the fencing token of the holder that wrote them.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg value nightly\n  lockreg --json value nightly")]
 pub(crate) struct ValueArgs {

@@ -49,8 +49,8 @@ impl ElectCommand {
         Ok(Self { role, data: elect.data.clone(), grace: elect.grace, program, store })
     }
 
-    /// Campaigns and runs the command, until the command ends by itself or a signal arrives. Returns
-    /// the exit status.
+    /// Campaigns and runs the command, until the command ends by itself or a signal arrives.
+    /// Returns the exit status.
     pub(crate) async fn execute(
         self,
         mut signals: Signals,

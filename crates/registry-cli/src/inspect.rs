@@ -1,5 +1,5 @@
-//! `lockreg show`, `list`, `value` and `break`: print the holders of locks and their value blocks, and
-//! release locks by force.
+//! `lockreg show`, `list`, `value` and `break`: print the holders of locks and their value blocks,
+//! and release locks by force.
 
 use serde::Serialize;
 use serde_json::json;

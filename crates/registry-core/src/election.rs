@@ -103,8 +103,8 @@ impl Election {
         self
     }
 
-    /// Sets the data of this candidate, for example its address and version. Observers read it while
-    /// the candidate leads. At most [`DATA_BYTES_MAX`](Self::DATA_BYTES_MAX) bytes.
+    /// Sets the data of this candidate, for example its address and version. Observers read it
+    /// while the candidate leads. At most [`DATA_BYTES_MAX`](Self::DATA_BYTES_MAX) bytes.
     #[must_use]
     pub fn data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.data = data.into().into();
@@ -222,12 +222,13 @@ impl Election {
         output
     }
 
-    /// Waits until this candidate holds the lock of the role, and writes that it leads. For programs
-    /// that run the work elsewhere, such as in a child process; others call [`run`](Self::run).
+    /// Waits until this candidate holds the lock of the role, and writes that it leads. For
+    /// programs that run the work elsewhere, such as in a child process; others call
+    /// [`run`](Self::run).
     ///
-    /// The caller ends its work when the guard is lost. To step down, it first ends its work, writes
-    /// [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard. It reports
-    /// nothing to [`leadership`](Self::leadership).
+    /// The caller ends its work when the guard is lost. To step down, it first ends its work,
+    /// writes [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard. It
+    /// reports nothing to [`leadership`](Self::leadership).
     ///
     /// # Errors
     /// As [`run_term`](Self::run_term).
@@ -236,7 +237,7 @@ impl Election {
     /// As [`DistributedLock::lock`].
     pub async fn campaign(&self) -> Result<(LockGuard, Vacancy), LockError> {
         if self.data.len() > Self::DATA_BYTES_MAX {
-            return Err(InvalidOption::data_too_long(self.data.len()).into());
+            return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
         let before = self.lock.read_value().await?;
         if let Some(value) = &before.value
@@ -275,8 +276,9 @@ impl Election {
     /// Returns the leader of the role, or `None` if the role is vacant. Any client can call it.
     ///
     /// The leader is read from the value block, and counts only while the store reports a holder of
-    /// the lock. A leader that died is therefore reported until its lease ends. If the store [cannot
-    /// report holders](crate::Capabilities::inspect), it is reported until the next leader writes.
+    /// the lock. A leader that died is therefore reported until its lease ends. If the store
+    /// [cannot report holders](crate::Capabilities::inspect), it is reported until the next leader
+    /// writes.
     ///
     /// # Errors
     /// As [`DistributedLock::value`] and [`DistributedLock::holders`]. [`LockError::ForeignValue`]

@@ -248,9 +248,8 @@ impl InvalidOption {
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
-    pub(crate) fn value_too_long(bytes: usize) -> Self {
-        let problem =
-            format!("is longer than {} bytes; store a reference", crate::LockValue::MAX_BYTES);
+    pub(crate) fn value_too_long(bytes: usize, max: usize) -> Self {
+        let problem = format!("is longer than {max} bytes; store a reference");
         Self { option: "value", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
@@ -259,14 +258,12 @@ impl InvalidOption {
         Self { option: "mode", given: mode.name().to_owned(), problem: problem.into() }
     }
 
-    pub(crate) fn data_too_long(bytes: usize) -> Self {
-        let max = crate::election::Election::DATA_BYTES_MAX;
+    pub(crate) fn data_too_long(bytes: usize, max: usize) -> Self {
         let problem = format!("is longer than {max} bytes; store a reference");
         Self { option: "data", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
-    pub(crate) fn tick_name(name: &str) -> Self {
-        let max = crate::once::Tick::NAME_BYTES_MAX;
+    pub(crate) fn tick_name(name: &str, max: usize) -> Self {
         let problem =
             format!("is longer than {max} bytes or contains a line break; use another name");
         let given = name.chars().take(80).collect();

@@ -31,8 +31,8 @@ pub trait LockRegistryExt: LockRegistry {
         Job::new(self.obtain(job))
     }
 
-    /// Returns a candidate for the role of this name, which at most one candidate has at a time, over
-    /// all processes. No I/O. The name is the key of its lock and of its value block.
+    /// Returns a candidate for the role of this name, which at most one candidate has at a time,
+    /// over all processes. No I/O. The name is the key of its lock and of its value block.
     #[must_use]
     fn election(&self, role: &str) -> Election {
         Election::new(self.obtain(role))

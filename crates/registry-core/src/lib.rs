@@ -33,6 +33,7 @@ mod conversion;
 mod semaphore;
 mod multi;
 mod value;
+mod value_access;
 pub mod once;
 pub mod election;
 mod min_hold;

@@ -44,13 +44,13 @@ impl Job {
         self.scheduled(Schedule::Tick(tick.into()))
     }
 
-    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at which
-    /// its period begins, so a job may change its period.
+    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at
+    /// which its period begins, so a job may change its period.
     ///
     /// The time is that of the store's clock where clients can read it, so that hosts whose clocks
-    /// differ agree. In etcd it is the clock of this host. In ZooKeeper, a process that has acquired
-    /// no lock yet checks by its host's clock whether the tick is done, and decides by the leader's
-    /// clock once it has the lock.
+    /// differ agree. In etcd it is the clock of this host. In ZooKeeper, a process that has
+    /// acquired no lock yet checks by its host's clock whether the tick is done, and decides by the
+    /// leader's clock once it has the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
         self.scheduled(Schedule::Every(period))
     }
@@ -182,8 +182,8 @@ enum Schedule {
 }
 
 impl ScheduledJob {
-    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods can
-    /// be missed. A time or a name that the caller states is always run alone.
+    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods
+    /// can be missed. A time or a name that the caller states is always run alone.
     pub fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
@@ -224,7 +224,8 @@ impl ScheduledJob {
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Registry::in_memory()?;
     /// let report = registry.once("report").tick(7);
-    /// assert_eq!(report.run(|run| async move { run.tick().number() }).await?, Outcome::Ran(Some(7)));
+    /// let outcome = report.run(|run| async move { run.tick().number() }).await?;
+    /// assert_eq!(outcome, Outcome::Ran(Some(7)));
     /// assert!(matches!(report.run(|_| async {}).await?, Outcome::AlreadyDone { .. }));
     /// # Ok(()) }
     /// ```
@@ -241,8 +242,8 @@ impl ScheduledJob {
         })
     }
 
-    /// As [`run`](Self::run), for work that can fail. After an `Err`, the tick stays undone, and the
-    /// next call runs it again.
+    /// As [`run`](Self::run), for work that can fail. After an `Err`, the tick stays undone, and
+    /// the next call runs it again.
     ///
     /// # Errors
     /// As [`run`](Self::run). An error of `work` is in [`Outcome::Ran`].
@@ -294,7 +295,7 @@ impl ScheduledJob {
         if let Schedule::Tick(Tick::Name(name)) = &self.schedule
             && (name.len() > Tick::NAME_BYTES_MAX || name.contains('\n'))
         {
-            return Err(InvalidOption::tick_name(name).into());
+            return Err(InvalidOption::tick_name(name, Tick::NAME_BYTES_MAX).into());
         }
         // Without the lock: most calls find that the tick is done.
         if let Checked::Done(done) = self.check(&self.lock.read_value().await?)? {
@@ -392,8 +393,8 @@ impl Ticks {
         DoneRecord { tick: tick.clone(), at, label }.to_bytes()
     }
 
-    /// Records that `tick` is done. Repeats the write while the lock is held, because the tick would
-    /// run twice if the record were missing.
+    /// Records that `tick` is done. Repeats the write while the lock is held, because the tick
+    /// would run twice if the record were missing.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].
@@ -405,7 +406,8 @@ impl Ticks {
     }
 }
 
-/// Returns the ticks in their order. [`Ticks::complete`] records each of them when its work is done.
+/// Returns the ticks in their order. [`Ticks::complete`] records each of them when its work is
+/// done.
 impl Iterator for Ticks {
     type Item = Tick;
 

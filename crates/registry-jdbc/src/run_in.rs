@@ -49,7 +49,8 @@ match registry.once("interest").tick(7).run_in(&mut tx).await? {
 pub trait RunIn<DB: Database> {
     /// Acquires the lock of the job if its tick is due, [fences](Fence::fence) `transaction`, and
     /// records in it that the tick is done. The caller then does the work in the same transaction,
-    /// and commits it: the tick is done exactly once. After a rollback, the tick is available again.
+    /// and commits it: the tick is done exactly once. After a rollback, the tick is available
+    /// again.
     ///
     /// Of several missed ticks, one call runs the first; repeat it in another transaction for the
     /// next one.
@@ -66,8 +67,8 @@ pub trait RunIn<DB: Database> {
     ) -> impl Future<Output = Result<Outcome<TransactionRun>, RunInError>> + Send;
 }
 
-/// The run of one tick in a transaction. Its drop releases the lock of the job in the background, as
-/// soon as the transaction has ended.
+/// The run of one tick in a transaction. Its drop releases the lock of the job in the background,
+/// as soon as the transaction has ended.
 #[derive(Debug)]
 #[must_use = "the tick is done when the transaction is committed"]
 pub struct TransactionRun {

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, MemoryBackend, Release, Renewal,
+    Key, LockAdmin, LockBackend, MemoryBackend, Release, Renewal, ValueStore,
 };
 
 #[derive(Debug)]
@@ -103,6 +103,10 @@ impl LockBackend for PanickingBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.inner.values()
     }
 
     async fn close(&self) {
