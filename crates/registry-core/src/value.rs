@@ -1,7 +1,7 @@
-//! The value block of a key: a few bytes in the store that outlive the lock, for state such as the
+//! The value block of a key: up to 4 KiB in the store that outlive the lock, for state such as the
 //! last completed run of a job.
 //!
-//! The term is that of VMS's distributed lock manager: a lock value block.
+//! The VMS distributed lock manager calls it a lock value block.
 
 use std::fmt;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl LockValue {
     /// The maximum number of bytes: 4 KiB.
     pub const MAX_BYTES: usize = 4_096;
 
-    /// Creates a value that the holder with this token has written.
+    /// Creates a value that the holder with this token wrote.
     #[must_use]
     pub const fn new(bytes: Vec<u8>, token: FencingToken) -> Self {
         Self { bytes, token }
@@ -52,8 +52,8 @@ impl LockValue {
         [format!("{token} ").as_bytes(), bytes].concat()
     }
 
-    /// Reads what [`encode`](Self::encode) returns. Returns `None` if another program has written
-    /// it.
+    /// Decodes the output of [`encode`](Self::encode). Returns `None` for other bytes, which
+    /// another program wrote.
     #[must_use]
     pub fn decode(stored: &[u8]) -> Option<Self> {
         let mut parts = stored.splitn(2, |byte| *byte == b' ');
@@ -63,7 +63,7 @@ impl LockValue {
 }
 
 impl fmt::Debug for LockValue {
-    /// Shows the number of bytes, not the bytes, which may be a secret.
+    /// Shows the number of bytes instead of the bytes, which may be secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockValue")
             .field("bytes", &format_args!("{} bytes", self.bytes.len()))
@@ -87,9 +87,9 @@ pub trait ValueStore: Send + Sync {
     /// Writes the value block if `claim` holds its key exclusively. The store verifies this in the
     /// same step as the write. `token` is the token of the hold that writes.
     ///
-    /// If the stored value has a larger token, the result is [`ValueWrite::NotHeld`] too: the write
-    /// is late, and belongs to a hold before a local hand-over. A repeated write has the same
-    /// result.
+    /// If the stored value has a larger token, returns [`ValueWrite::NotHeld`] too: the write is
+    /// late, and belongs to a hold before a local hand-over. A write may be repeated, and then has
+    /// the same result.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The value may have been written nevertheless.
@@ -135,7 +135,7 @@ impl ValueRead {
 pub enum ValueWrite {
     /// The value is stored.
     Written,
-    /// The claim does not hold the key, or a later hold has written. Nothing was changed.
+    /// The claim does not hold the key, or a later hold has written. The value is unchanged.
     NotHeld,
 }
 
@@ -174,7 +174,8 @@ impl Engine {
 /// Returns the value blocks of a backend that declares them.
 fn values(backend: &dyn crate::LockBackend) -> Result<&dyn ValueStore, BackendError> {
     backend.values().ok_or_else(|| {
-        let message = "the store declares value blocks and has none";
+        let message =
+            "the backend declares value blocks, but `values` returns `None`; report this bug";
         BackendError::new(crate::BackendErrorKind::Protocol, message).as_refused()
     })
 }
@@ -224,19 +225,19 @@ impl LockGuard {
     /// Writes the value block of the key. The store verifies in the same step that this guard holds
     /// the key, so a holder that has lost its lock writes nothing.
     ///
-    /// A guard that has written is released in the store, and is not handed over to a local caller:
-    /// a late write must not take effect during the next hold.
+    /// After this call, the lock is released in the store instead of being handed over to a local
+    /// caller: a late write must not take effect during the next hold.
     ///
     /// # Errors
     /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::MAX_BYTES`] bytes
     /// or a guard that is not exclusive. [`LockError::Unsupported`] if the store has no [value
     /// blocks](crate::Capabilities::values). [`LockError::Lost`] if the lock is not held any more.
-    /// [`LockError::Backend`] if the store did not confirm the write. It may take effect as long as
-    /// the lock is held, and may be repeated.
+    /// [`LockError::Backend`] if the store did not confirm the write. The write may take effect
+    /// while the lock is held. The call may be repeated.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the value may or may not be written. It is not written after the
-    /// end of this hold.
+    /// If the future is dropped, the value may or may not be written, but not after the end of this
+    /// hold.
     ///
     /// # Examples
     /// ```
