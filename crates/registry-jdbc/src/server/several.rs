@@ -319,8 +319,8 @@ impl<D: Dialect> LeaseTable<D> {
         let index_groups: Vec<Vec<usize>> =
             order.chunk_by(same_key).map(<[usize]>::to_vec).collect();
         let renewals = index_groups.into_iter().map(|indices| async move {
-            let same_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
-            let renewed = self.renew_in_record(&same_key).await;
+            let of_one_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
+            let renewed = self.renew_in_record(&of_one_key).await;
             (indices, renewed)
         });
         let mut renewals = stream::iter(renewals).buffer_unordered(RENEWALS_CONCURRENT);
