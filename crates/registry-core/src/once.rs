@@ -1,10 +1,10 @@
 //! Jobs that run once per tick of a schedule, over all processes.
 //!
 //! A lock alone cannot answer whether the run of three o'clock has happened: that run may have
-//! released the lock already. The value block of the job's key records the last completed tick. A run
-//! acquires the lock of the key, compares the tick with the record, runs the work, and writes the
-//! record under the lock. After a crash before the record is written, another process runs the tick
-//! once the lease has ended.
+//! released the lock already. The value block of the job's key records the last completed tick. A
+//! run acquires the lock of the key, compares the tick with the record, runs the work, and writes
+//! the record under the lock. After a crash before the record is written, another process runs the
+//! tick once the lease has ended.
 
 use std::fmt;
 use std::future::Future;
@@ -44,8 +44,8 @@ impl Job {
         self.scheduled(Schedule::Tick(tick.into()))
     }
 
-    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at which
-    /// its period begins, so a job may change its period.
+    /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at
+    /// which its period begins, so a job may change its period.
     ///
     /// The time is that of the store's clock where clients can read it, so that hosts whose clocks
     /// differ agree. With etcd, it is this host's clock. With ZooKeeper, it is the leader's clock;
@@ -179,8 +179,8 @@ enum Schedule {
 }
 
 impl ScheduledJob {
-    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods can
-    /// be missed. A time or a name that the caller states is always run alone.
+    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods
+    /// can be missed. A time or a name that the caller states is always run alone.
     pub fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
