@@ -1,9 +1,9 @@
 //! Leader election: at most one candidate of a role runs its work at a time, over all processes.
 //!
-//! The leader is the holder of the role's lock. The value block of the role says who leads and
-//! since when. A candidate acquires the lock, writes the record, runs the work, and steps down in
-//! this order: it signals the work, waits for its end, writes that the role is vacant, releases the
-//! lock, and only then reports that it follows.
+//! The leader is the holder of the role's lock. The value block of the role contains the leader and
+//! the start of its term. A candidate acquires the lock, writes the record, runs the work, and
+//! steps down in this order: it signals the work, waits for its end, writes that the role is
+//! vacant, releases the lock, and only then reports [`Leadership::Follower`].
 
 use std::fmt;
 use std::pin::pin;
@@ -72,8 +72,8 @@ impl Election {
     pub const DATA_BYTES_MAX: usize = 1_024;
 
     pub(crate) fn new(lock: DistributedLock) -> Self {
-        // Where the store can, candidates lead in the order of their arrival. So a candidate that
-        // has stepped down does not become leader again while another one waits.
+        // Without a fair lock, a candidate that has stepped down could become leader again while
+        // another one waits.
         let engine = lock.local_lock().map(|local_lock| local_lock.engine());
         let is_fair = engine.is_ok_and(|engine| engine.capabilities.fair_on_request);
         let options = if is_fair { LockOptions::new().fair(true) } else { LockOptions::new() };
@@ -118,18 +118,18 @@ impl Election {
     }
 
     /// Campaigns, runs `work` for each term that this candidate wins, steps down when `work` ends,
-    /// and campaigns again. Store errors do not end it: the engine emits them as events, and the
-    /// candidate retries.
+    /// and campaigns again. After a store error, the engine emits an event, and the candidate
+    /// retries.
     ///
     /// If the term is lost, `work` is dropped at its current `.await`. `work` can also await
     /// [`Term::lost`] to clean up, but must not write without the fencing token. After
-    /// [`step_down`](Self::step_down), `work` has the rest of the lease to end. A clone that also
-    /// runs waits until this call ends.
+    /// [`step_down`](Self::step_down), `work` has the rest of the lease to end. `run` of a clone
+    /// waits until this call ends.
     ///
     /// # Errors
     /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
     /// [value blocks](crate::Capabilities::values). [`LockError::InvalidKey`],
-    /// [`LockError::InvalidOption`] and [`LockError::ForeignValue`], which no retry can help.
+    /// [`LockError::InvalidOption`] and [`LockError::ForeignValue`], which a retry cannot resolve.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`, reports [`Leadership::Follower`], and releases the lock in
@@ -176,8 +176,8 @@ impl Election {
     }
 
     /// Campaigns until this candidate leads, runs `work` for one term, and steps down. Returns the
-    /// output of `work`, or `None` if it was dropped at the end of its time after
-    /// [`step_down`](Self::step_down).
+    /// output of `work`, or `None` if `work` did not end in time after
+    /// [`step_down`](Self::step_down) and was dropped.
     ///
     /// # Errors
     /// As [`DistributedLock::lock`]: a store error that lasts for the length of a lease is
@@ -194,7 +194,8 @@ impl Election {
         let (guard, vacancy) = self.campaign().await?;
         let (stop, stopping) = watch::channel(false);
         *self.candidate.stop() = Some(stop);
-        // Dropped last: a follower's work has ended, and its lock is released.
+        // Dropped last, so that `Follower` is sent after the work has ended and the lock is
+        // released.
         let reported = ReportedTerm::begin(&self.candidate, guard.fencing_token());
         let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
         let output = {
@@ -202,7 +203,7 @@ impl Election {
             tokio::select! {
                 biased;
                 output = &mut work => output.map(Some),
-                () = signalled(stopping) => {
+                () = stop_signal(stopping) => {
                     let limit = guard.valid_for();
                     tokio::select! {
                         biased;
@@ -213,8 +214,8 @@ impl Election {
             }
         };
         if output.is_ok() {
-            // Observers also detect a vacancy by the missing holder. The engine emits a failed
-            // release as an event, and repeats it.
+            // Without the record, observers detect the vacancy because the lock has no holder. The
+            // engine emits a failed release as an event, and repeats it.
             _ = guard.set_value(vacancy.record()).await;
             _ = guard.unlock().await;
         }
@@ -227,8 +228,8 @@ impl Election {
     /// [`run`](Self::run).
     ///
     /// The caller ends its work when the guard is lost. To step down, it first ends its work,
-    /// writes [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard. It
-    /// reports nothing to [`leadership`](Self::leadership).
+    /// writes [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard.
+    /// `campaign` sends nothing to [`leadership`](Self::leadership).
     ///
     /// # Errors
     /// As [`run_term`](Self::run_term).
@@ -257,14 +258,14 @@ impl Election {
 
     /// Signals the work of the current term to stop. Returns whether this candidate leads.
     ///
-    /// The work has the rest of the lease to end. Wait for [`Leadership::Follower`] on
-    /// [`leadership`](Self::leadership) to know that the role is free. [`run`](Self::run) then
-    /// campaigns again; in a store that is fair, behind all candidates that wait.
+    /// The work has the rest of the lease to end. The role is free when
+    /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
+    /// campaigns again; in a fair store, behind all waiting candidates.
     pub fn step_down(&self) -> bool {
         self.candidate.stop().as_ref().is_some_and(|stop| stop.send(true).is_ok())
     }
 
-    /// Returns a receiver of whether this candidate leads.
+    /// Returns a receiver that reports whether this candidate leads.
     ///
     /// [`Leadership::Follower`] is sent only after the work has ended and the lock is released, or
     /// lost.
@@ -275,14 +276,14 @@ impl Election {
 
     /// Returns the leader of the role, or `None` if the role is vacant. Any client can call it.
     ///
-    /// The leader is read from the value block, and counts only while the store reports a holder of
-    /// the lock. A leader that died is therefore reported until its lease ends. If the store
-    /// [cannot report holders](crate::Capabilities::inspect), it is reported until the next leader
+    /// The leader is read from the value block, and is returned only while the store reports a
+    /// holder of the lock. A leader that died is therefore returned until its lease ends, or, if
+    /// the store [cannot report holders](crate::Capabilities::inspect), until the next leader
     /// writes.
     ///
     /// # Errors
     /// As [`DistributedLock::value`] and [`DistributedLock::holders`]. [`LockError::ForeignValue`]
-    /// if the value block of the role is something else.
+    /// if the value block of the role is not the record of an election.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -297,9 +298,9 @@ impl Election {
         }
         if self.lock.local_lock()?.engine().capabilities.inspect {
             let holders = self.lock.holders().await?;
-            // A holder with a larger token is a new leader, which has not written yet.
-            let leads = |token: FencingToken| token <= value.token;
-            if !holders.iter().any(|holder| holder.token.is_none_or(leads)) {
+            // A holder with a larger token is a new leader that has not written its record yet.
+            let has_written = |token: FencingToken| token <= value.token;
+            if !holders.iter().any(|holder| holder.token.is_none_or(has_written)) {
                 return Ok(None);
             }
         }
@@ -326,7 +327,7 @@ impl Candidate {
     }
 }
 
-/// The record that a term has ended.
+/// Creates the record that a term has ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Vacancy {
     /// The store's time at `read_at`.
@@ -335,7 +336,7 @@ pub struct Vacancy {
 }
 
 impl Vacancy {
-    /// Returns the value block of a role without a leader, as of now.
+    /// Returns the value block of a vacant role, with the current time.
     #[must_use]
     pub fn record(&self) -> Vec<u8> {
         let since = self.now + Moment::now().since(self.read_at);
@@ -343,7 +344,7 @@ impl Vacancy {
     }
 }
 
-/// The report that a candidate leads. The drop reports that it follows.
+/// Sends `Leader` when it is created, and `Follower` when it is dropped.
 struct ReportedTerm<'a>(&'a Candidate);
 
 impl<'a> ReportedTerm<'a> {
@@ -360,8 +361,8 @@ impl Drop for ReportedTerm<'_> {
     }
 }
 
-/// Waits until a term is signalled to stop. Never returns if it ends without the signal.
-async fn signalled(mut stopping: watch::Receiver<bool>) {
+/// Waits until a term is signalled to stop. Never resolves if the term ends without the signal.
+async fn stop_signal(mut stopping: watch::Receiver<bool>) {
     if stopping.wait_for(|stops| *stops).await.is_err() {
         std::future::pending::<()>().await;
     }
@@ -396,13 +397,13 @@ impl Term {
         Arc::clone(&self.hold).lost()
     }
 
-    /// Waits until the work should end, because of [`Election::step_down`]. The work then has the
-    /// rest of the lease. Never returns otherwise.
+    /// Waits until [`Election::step_down`] is called. The work then has the rest of the lease to
+    /// end. Never resolves otherwise.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
     pub fn stopping(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
-        signalled(self.stopping.clone())
+        stop_signal(self.stopping.clone())
     }
 }
 
@@ -437,7 +438,7 @@ impl LeaderObserver {
     /// Several changes within one interval are reported as one. Transient store errors are retried.
     ///
     /// # Errors
-    /// As [`Election::leader`], if a retry cannot help.
+    /// As [`Election::leader`], for errors that a retry cannot resolve.
     ///
     /// # Cancel safety
     /// Dropping the future loses no change.
@@ -474,7 +475,7 @@ struct Record {
 }
 
 impl Record {
-    /// Reads the value block of a role. Returns `None` if it is something else.
+    /// Parses the value block of a role. Returns `None` for any other value block.
     fn parse(bytes: &[u8]) -> Option<Self> {
         // Label and data come last, because they may contain line breaks.
         let mut lines = bytes.splitn(5, |byte| *byte == b'\n');

@@ -1,10 +1,10 @@
 //! Jobs that run once per tick of a schedule, over all processes.
 //!
-//! A lock alone cannot answer whether the run of three o'clock has happened: it may have been
-//! released already. The value block of the job's key records the last tick that was completed. A
+//! A lock alone cannot answer whether the run of three o'clock has happened: that run may have
+//! released the lock already. The value block of the job's key records the last completed tick. A
 //! run acquires the lock of the key, compares the tick with the record, runs the work, and writes
-//! the record under the lock. So a crash in the middle leaves the tick undone, and another process
-//! runs it after the lease.
+//! the record under the lock. After a crash before the record is written, another process runs the
+//! tick once the lease has ended.
 
 use std::fmt;
 use std::future::Future;
@@ -21,8 +21,8 @@ use crate::lock::DistributedLock;
 use crate::options::LockOptions;
 use crate::value::ValueRead;
 
-/// A job of a registry, from [`LockRegistryExt::once`](crate::LockRegistryExt::once). Its schedule
-/// is [`tick`](Self::tick) or [`every`](Self::every).
+/// A job of a registry, from [`LockRegistryExt::once`](crate::LockRegistryExt::once).
+/// [`tick`](Self::tick) or [`every`](Self::every) sets its schedule.
 #[derive(Debug, Clone)]
 #[must_use = "a job needs a schedule, and runs nothing until `run`"]
 pub struct Job {
@@ -37,9 +37,9 @@ impl Job {
     /// Selects the tick: the number of a run, or the time at which a scheduler has started it.
     ///
     /// All processes must derive the same tick, for example from the time that a cron expression
-    /// matched, not from the time at which the process woke up. Ticks only grow: a tick that is not
-    /// larger than the last completed one counts as done. A [name](Tick::Name) counts as done only
-    /// while it is the last completed one.
+    /// matched, not from the time at which the process woke up. A number or time is done if it is
+    /// not larger than the last completed one. A [name](Tick::Name) is done only while it is the
+    /// last completed one.
     pub fn tick(self, tick: impl Into<Tick>) -> ScheduledJob {
         self.scheduled(Schedule::Tick(tick.into()))
     }
@@ -48,9 +48,8 @@ impl Job {
     /// which its period begins, so a job may change its period.
     ///
     /// The time is that of the store's clock where clients can read it, so that hosts whose clocks
-    /// differ agree. In etcd it is the clock of this host. In ZooKeeper, a process that has
-    /// acquired no lock yet checks by its host's clock whether the tick is done, and decides by the
-    /// leader's clock once it has the lock.
+    /// differ agree. With etcd, it is this host's clock. With ZooKeeper, it is the leader's clock;
+    /// a process that has acquired no lock yet uses its host's clock for the check before the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
         self.scheduled(Schedule::Every(period))
     }
@@ -88,15 +87,13 @@ impl Tick {
         }
     }
 
-    /// Returns whether this tick is done once `last` is completed. Numbers and times are done in
-    /// their order. A name is done only while it is the last one. Ticks of different kinds have no
-    /// order.
-    fn is_done_after(&self, last: &Self) -> bool {
-        match (self, last) {
-            (Self::Number(tick), Self::Number(last)) | (Self::Time(tick), Self::Time(last)) => {
-                tick <= last
-            }
-            _ => self == last,
+    /// Returns whether this tick is done if `completed` is the last completed tick. See
+    /// [`Job::tick`]. Ticks of different kinds have no order.
+    fn is_done_after(&self, completed: &Self) -> bool {
+        match (self, completed) {
+            (Self::Number(tick), Self::Number(completed))
+            | (Self::Time(tick), Self::Time(completed)) => tick <= completed,
+            _ => self == completed,
         }
     }
 }
@@ -107,7 +104,7 @@ impl From<u64> for Tick {
     }
 }
 
-/// Digits are a [`Tick::Number`], and every other text is a [`Tick::Name`].
+/// Converts digits to a [`Tick::Number`], and any other text to a [`Tick::Name`].
 impl From<&str> for Tick {
     fn from(text: &str) -> Self {
         text.parse().map_or_else(|_| Self::Name(text.into()), Self::Number)
@@ -149,7 +146,7 @@ pub enum CatchUp {
 #[must_use = "the work may not have run"]
 #[non_exhaustive]
 pub enum Outcome<T> {
-    /// This process has run the work and recorded the tick. Contains the output of the newest tick.
+    /// This process has run the work and recorded the tick. Contains the output for the last tick.
     Ran(T),
     /// The tick was completed before, by this or another process.
     #[non_exhaustive]
@@ -161,7 +158,7 @@ pub enum Outcome<T> {
         /// The label of the process that completed it, if it has one.
         label: Option<String>,
     },
-    /// Another holder has the lock of the job: it probably runs the work.
+    /// Another holder has the lock of the job, and probably runs the work.
     Busy,
 }
 
@@ -189,15 +186,16 @@ impl ScheduledJob {
         self
     }
 
-    /// Sets the options of the lock. Their default here is not to wait, so that a run by another
-    /// process is [`Outcome::Busy`]. Their label is recorded with each tick.
+    /// Sets the options of the lock. Without [`LockOptions::wait`], the call does not wait, and
+    /// returns [`Outcome::Busy`] during a run by another process. The label is recorded with each
+    /// tick.
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
         self.options.wait.get_or_insert(Duration::ZERO);
         self
     }
 
-    /// Runs `work` for each tick that is due, unless it is done already.
+    /// Runs `work` for each tick that is due and not done.
     ///
     /// `work` receives the [`Run`] with the tick and the fencing token. If the lock is lost, `work`
     /// is dropped at its current `.await`, and the tick stays undone. A tick that is already done
@@ -297,7 +295,7 @@ impl ScheduledJob {
         {
             return Err(InvalidOption::tick_name(name, Tick::NAME_BYTES_MAX).into());
         }
-        // Without the lock: most calls find that the tick is done.
+        // Reads without the lock first, because most calls find that the tick is done.
         if let Checked::Done(done) = self.check(&self.lock.read_value().await?)? {
             return Ok(Begun::AlreadyDone(done));
         }
@@ -324,24 +322,24 @@ impl ScheduledJob {
             None => None,
         };
         let now = read.now.unwrap_or_else(host_time);
-        let (last, step) = match &self.schedule {
+        let (newest, step) = match &self.schedule {
             Schedule::Tick(tick) => (tick.clone(), 1),
             Schedule::Every(period) => {
                 let period = u64::try_from(period.as_millis()).unwrap_or(u64::MAX);
                 (Tick::Time(millis(now) / period * period), period)
             }
         };
-        let due = |first| Ticks { next: Some(first), last: last.clone(), step, now, read_at };
-        let Some(record) = record else { return Ok(Checked::Due(due(last.clone()))) };
-        if last.is_done_after(&record.tick) {
+        let due = |first| Ticks { next: Some(first), newest: newest.clone(), step, now, read_at };
+        let Some(record) = record else { return Ok(Checked::Due(due(newest.clone()))) };
+        if newest.is_done_after(&record.tick) {
             return Ok(Checked::Done(record));
         }
         let is_period = matches!(self.schedule, Schedule::Every(_));
         // The ticks between the last completed one and the current one.
-        let (done, current) = match (&record.tick, &last) {
+        let (done, current) = match (&record.tick, &newest) {
             (Tick::Number(done), Tick::Number(current)) => (*done, *current),
             (Tick::Time(done), Tick::Time(current)) if is_period => (*done, *current),
-            _ => return Ok(Checked::Due(due(last.clone()))),
+            _ => return Ok(Checked::Due(due(newest.clone()))),
         };
         let first = match self.catch_up {
             CatchUp::Skip => current,
@@ -376,7 +374,7 @@ pub enum Begun {
 #[derive(Debug, Clone)]
 pub struct Ticks {
     next: Option<Tick>,
-    last: Tick,
+    newest: Tick,
     /// The difference between two ticks.
     step: u64,
     /// The store's time at `read_at`.
@@ -393,8 +391,8 @@ impl Ticks {
         DoneRecord { tick: tick.clone(), at, label }.to_bytes()
     }
 
-    /// Records that `tick` is done. Repeats the write while the lock is held, because the tick
-    /// would run twice if the record were missing.
+    /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
+    /// lock is held, because without the record the tick would run twice.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].
@@ -406,18 +404,17 @@ impl Ticks {
     }
 }
 
-/// Returns the ticks in their order. [`Ticks::complete`] records each of them when its work is
-/// done.
+/// Returns the ticks in their order. Call [`Ticks::complete`] when the work of a tick is done.
 impl Iterator for Ticks {
     type Item = Tick;
 
     fn next(&mut self) -> Option<Tick> {
         let tick = self.next.take()?;
-        self.next = match (&tick, &self.last) {
-            (Tick::Number(number), Tick::Number(last)) if number < last => {
+        self.next = match (&tick, &self.newest) {
+            (Tick::Number(number), Tick::Number(newest)) if number < newest => {
                 Some(Tick::Number(number.saturating_add(self.step)))
             }
-            (Tick::Time(time), Tick::Time(last)) if time < last => {
+            (Tick::Time(time), Tick::Time(newest)) if time < newest => {
                 Some(Tick::Time(time.saturating_add(self.step)))
             }
             _ => None,
@@ -426,7 +423,7 @@ impl Iterator for Ticks {
     }
 }
 
-/// What the work of a job receives.
+/// The argument of a job's work: the tick and the fencing token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
     tick: Tick,
@@ -473,7 +470,7 @@ impl DoneRecord {
         Outcome::AlreadyDone { tick: self.tick, at: self.at, label: self.label }
     }
 
-    /// Reads the value block of a job. Returns `None` if it is something else.
+    /// Parses the value block of a job. Returns `None` for any other value block.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(bytes).ok()?;
@@ -511,7 +508,7 @@ impl DoneRecord {
 /// The first line of the record. The number is the version of the format.
 const HEADER: &str = "lock-registry job 1";
 
-/// Releases the lock. What the value block says does not depend on the outcome.
+/// Releases the lock. Ignores the outcome, which does not change the value block.
 async fn release(guard: LockGuard) {
     _ = guard.unlock().await;
 }

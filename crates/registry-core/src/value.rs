@@ -1,7 +1,7 @@
-//! The value block of a key: a few bytes in the store that outlive the lock, for state such as the
+//! The value block of a key: up to 4 KiB in the store that outlive the lock, for state such as the
 //! last completed run of a job.
 //!
-//! The term is that of VMS: a lock value block.
+//! VMS calls it a lock value block.
 
 use std::fmt;
 use std::time::SystemTime;
@@ -33,7 +33,7 @@ impl LockValue {
     /// The maximum number of bytes: 4 KiB.
     pub const MAX_BYTES: usize = 4_096;
 
-    /// Creates a value that the holder with this token has written.
+    /// Creates a value that the holder with this token wrote.
     #[must_use]
     pub const fn new(bytes: Vec<u8>, token: FencingToken) -> Self {
         Self { bytes, token }
@@ -46,8 +46,8 @@ impl LockValue {
         [format!("{token} ").as_bytes(), bytes].concat()
     }
 
-    /// Reads what [`encode`](Self::encode) returns. Returns `None` if another program has written
-    /// it.
+    /// Decodes the output of [`encode`](Self::encode). Returns `None` for other bytes, which
+    /// another program wrote.
     #[must_use]
     pub fn decode(stored: &[u8]) -> Option<Self> {
         let mut parts = stored.splitn(2, |byte| *byte == b' ');
@@ -57,7 +57,7 @@ impl LockValue {
 }
 
 impl fmt::Debug for LockValue {
-    /// Shows the number of bytes, not the bytes, which may be a secret.
+    /// Shows the number of bytes instead of the bytes, which may be secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockValue")
             .field("bytes", &format_args!("{} bytes", self.bytes.len()))
@@ -81,9 +81,9 @@ pub trait ValueStore: Send + Sync {
     /// Writes the value block if `claim` holds its key exclusively. The store verifies this in the
     /// same step as the write. `token` is the token of the hold that writes.
     ///
-    /// If the stored value has a larger token, the result is [`ValueWrite::NotHeld`] too: the write
-    /// is late, and belongs to a hold before a local hand-over. A repeated write has the same
-    /// result.
+    /// If the stored value has a larger token, returns [`ValueWrite::NotHeld`] too: the write is
+    /// late, and belongs to a hold before a local hand-over. A write may be repeated, and then has
+    /// the same result.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The value may have been written nevertheless.
@@ -129,7 +129,7 @@ impl ValueRead {
 pub enum ValueWrite {
     /// The value is stored.
     Written,
-    /// The claim does not hold the key, or a later hold has written. Nothing was changed.
+    /// The claim does not hold the key, or a later hold has written. The value is unchanged.
     NotHeld,
 }
 

@@ -47,7 +47,8 @@ impl Engine {
 /// Returns the value blocks of a backend that declares them.
 fn values(backend: &dyn LockBackend) -> Result<&dyn ValueStore, BackendError> {
     backend.values().ok_or_else(|| {
-        let message = "the store declares value blocks and has none";
+        let message =
+            "the backend declares value blocks, but `values` returns `None`; report this bug";
         BackendError::new(BackendErrorKind::Protocol, message).as_refused()
     })
 }
@@ -97,19 +98,19 @@ impl LockGuard {
     /// Writes the value block of the key. The store verifies in the same step that this guard holds
     /// the key, so a holder that has lost its lock writes nothing.
     ///
-    /// A guard that has written is released in the store, and is not handed over to a local caller:
-    /// a late write must not take effect during the next hold.
+    /// After this call, the lock is released in the store instead of being handed over to a local
+    /// caller: a late write must not take effect during the next hold.
     ///
     /// # Errors
     /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::MAX_BYTES`] bytes
     /// or a guard that is not exclusive. [`LockError::Unsupported`] if the store has no [value
     /// blocks](crate::Capabilities::values). [`LockError::Lost`] if the lock is not held any more.
-    /// [`LockError::Backend`] if the store did not confirm the write. It may take effect as long as
-    /// the lock is held, and may be repeated.
+    /// [`LockError::Backend`] if the store did not confirm the write. The write may take effect
+    /// while the lock is held. The call may be repeated.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the value may or may not be written. It is not written after the
-    /// end of this hold.
+    /// If the future is dropped, the value may or may not be written, but not after the end of this
+    /// hold.
     ///
     /// # Examples
     /// ```

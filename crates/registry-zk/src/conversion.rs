@@ -1,11 +1,11 @@
 //! Changes the mode of a held claim: upgrade and downgrade. `recipe` grants and ends claims.
 //!
-//! The data of the claim's node states the new mode. A transaction writes it, on the condition that
-//! nothing else has changed the data. An upgrade first creates a further node of the claim, the
-//! request, which blocks all claims behind it. The transaction that makes the claim exclusive
-//! checks that the request and the node that blocks new readers still exist, and deletes the
-//! request. This transaction is the token of the upgraded claim. It also writes the lock's node:
-//! see `later_token`.
+//! The data of the claim's node states the new mode. A transaction writes it if the data has not
+//! changed. An upgrade first creates a second node of the claim, the upgrade request, which blocks
+//! all claims behind it. The transaction that makes the claim exclusive checks that the request and
+//! the node that blocks new readers still exist, and deletes the request. The id of this
+//! transaction is the token of the upgraded claim. The transaction also writes the lock's node: see
+//! `later_token`.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ pub(crate) async fn convert(
     sessions: &SessionPool,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    // The grant of a claim without an entry has ended with its session.
+    // A claim without an entry lost its grant when its session ended.
     let Some((session, entry)) = sessions.find_entry(claim.id()) else { return Ok(Attempt::Gone) };
     if entry.key != *claim.key() {
         return Ok(Attempt::Gone);
@@ -61,10 +61,10 @@ pub(crate) async fn convert(
 
 /// The result of a conversion.
 enum Conversion {
-    /// The claim has the mode.
+    /// The claim has the requested mode.
     Done,
     Busy(Busy),
-    /// The claim is not granted, or was converted otherwise.
+    /// The claim is not granted, was upgraded since, or cannot be converted to this mode.
     Gone,
     /// Another client has deleted the node of the claim.
     Lost,
@@ -90,9 +90,9 @@ async fn run_conversion(
         let is_done = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {
                 delete_upgrade_request(session, state).await?;
-                return own_node_exists(session, state).await;
+                return verify_own_node(session, state).await;
             }
-            // An upgrade came first, and its holder relies on the mode that it was granted.
+            // The request is late: the grant was upgraded since, and its holder relies on that.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -105,7 +105,7 @@ async fn run_conversion(
                     Upgrade::Busy(busy) => return Ok(Conversion::Busy(busy)),
                 }
             }
-            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            // No other conversion exists: two shared claims that are upgraded would deadlock.
             _ => return Ok(Conversion::Gone),
         };
         if is_done {
@@ -113,7 +113,7 @@ async fn run_conversion(
         }
     }
     Err(BackendError::transient(format!(
-        "zookeeper: in {CONFLICTS_MAX} attempts, the queue changed or the connection broke before the lock was converted; retry"
+        "zookeeper: the queue changed or the connection broke during each of {CONFLICTS_MAX} attempts to convert the lock; retry"
     )))
 }
 
@@ -154,7 +154,7 @@ async fn upgrade(
     let (Some(own), Some(request)) =
         (queue.position_of(node.name()), queue.position_of(name_of(&upgrade.path)))
     else {
-        // The resolution detects which of the two was deleted.
+        // `resolve_conversion` detects which of the two was deleted.
         state.is_conversion_unresolved = true;
         return Ok(Upgrade::Retry);
     };
@@ -165,8 +165,8 @@ async fn upgrade(
         _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),
         _ => named_entry(name),
     });
-    let guard = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
-        UpgradePosition::Free(guard) => guard,
+    let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
+        UpgradePosition::Free(blocking) => blocking,
         UpgradePosition::NoRequest => return Ok(Upgrade::Retry),
         UpgradePosition::Behind(reader) => {
             let dir = &entry.dir;
@@ -189,22 +189,21 @@ async fn upgrade(
             }));
         }
     };
-    if guard != request && queue.is_sequence_exhausted() {
-        // The check of the other node would not detect that it was replaced by one of the same
-        // name.
+    if blocking != request && queue.is_sequence_exhausted() {
+        // The transaction would not detect that this node was replaced by one of the same name.
         let message = format!(
             "zookeeper: the lock cannot be upgraded while other claims wait, because the sequence numbers of {} are exhausted; delete this node while the lock is free",
             entry.dir
         );
         return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
     }
-    let guard = format!("{}/{}", entry.dir, names[guard]);
-    let is_done =
-        write_mode(session, entry, state, claim, ModeWrite::Upgrade { guard: &guard }).await?;
+    let must_exist = format!("{}/{}", entry.dir, names[blocking]);
+    let write = ModeWrite::Upgrade { must_exist: &must_exist };
+    let is_done = write_mode(session, entry, state, claim, write).await?;
     Ok(if is_done { Upgrade::Done } else { Upgrade::Retry })
 }
 
-/// Creates the request to upgrade the claim. Returns the children of the lock's node after that, or
+/// Creates the request to upgrade the claim. Returns the children that the lock's node then has, or
 /// `None` if the caller must try again.
 async fn request_upgrade(
     session: &Arc<ZkSession>,
@@ -242,11 +241,12 @@ async fn request_upgrade(
 enum ModeWrite<'a> {
     /// The claim keeps this token.
     Downgrade { token: i64 },
-    /// Changes nothing unless the node of the path `guard` exists. The token is the transaction.
-    Upgrade { guard: &'a str },
+    /// Changes nothing unless the node with the path `must_exist` exists. The token is the id of
+    /// the transaction.
+    Upgrade { must_exist: &'a str },
 }
 
-/// Writes the mode of the claim into the data of its node, and deletes its request to be upgraded.
+/// Writes the mode of the claim into the data of its node, and deletes its upgrade request.
 /// Returns false if the caller must try again.
 async fn write_mode(
     session: &ZkSession,
@@ -265,8 +265,8 @@ async fn write_mode(
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
         writer.add_set_data(&node.path, &data, Some(node.version))?;
-        if let ModeWrite::Upgrade { guard } = write {
-            writer.add_check_version(guard, ANY_VERSION)?;
+        if let ModeWrite::Upgrade { must_exist } = write {
+            writer.add_check_version(must_exist, ANY_VERSION)?;
             writer.add_set_data(&entry.dir, LOCK_DATA, None)?;
         }
         match &state.upgrade {
@@ -292,7 +292,7 @@ async fn write_mode(
             session.record_majority_response(sent_at);
             return Ok(true);
         }
-        // The resolution detects what has changed.
+        // `resolve_conversion` detects what has changed.
         Err(Error::NoNode | Error::BadVersion | Error::ConnectionLoss) => return Ok(false),
         Err(error) => error,
     };
@@ -300,10 +300,10 @@ async fn write_mode(
     Err(to_backend_error(&error))
 }
 
-/// Determines whether the request to upgrade the claim exists, after a request of the conversion
-/// whose outcome is unknown.
+/// Determines whether the upgrade request of the claim exists, after a conversion whose outcome is
+/// unknown.
 ///
-/// See `recipe::resolve_creation` for why the outcome cannot change afterwards.
+/// `recipe::resolve_creation` states why the outcome cannot change afterwards.
 pub(crate) async fn resolve_upgrade_request(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -380,8 +380,8 @@ pub(crate) async fn delete_upgrade_request(
     Ok(())
 }
 
-/// Returns whether the node of a claim that already has the requested mode exists.
-async fn own_node_exists(
+/// Returns `Done` if the node of a claim that already has the requested mode exists, else `Lost`.
+async fn verify_own_node(
     session: &ZkSession,
     state: &ClaimState,
 ) -> Result<Conversion, BackendError> {
@@ -397,7 +397,7 @@ async fn own_node_exists(
     Ok(if exists { Conversion::Done } else { Conversion::Lost })
 }
 
-/// Returns the grant of a converted claim. Its lease never becomes shorter.
+/// Returns the grant of a converted claim. Does not shorten its lease.
 fn grant_converted(
     session: &ZkSession,
     state: &mut ClaimState,
@@ -413,7 +413,7 @@ fn grant_converted(
     Ok(Attempt::Granted(Grant::new(token, lease)))
 }
 
-/// The version that every node has.
+/// The version argument that matches every version of a node.
 const ANY_VERSION: i32 = -1;
-/// The maximum number of attempts while the queue changes between a read and a write.
+/// The maximum number of attempts if the queue changes between a read and a write.
 const CONFLICTS_MAX: usize = 32;
