@@ -267,8 +267,9 @@ impl Election {
 
     /// Returns a receiver that reports whether this candidate leads.
     ///
-    /// [`Leadership::Follower`] is sent only after the work has ended and the lock is released, or
-    /// lost.
+    /// [`Leadership::Follower`] is sent only after the work has ended, and after the store has
+    /// responded to the release or the release has failed. If the future of [`run`](Self::run) is
+    /// dropped, it is sent after the work is dropped, and the lock is released in the background.
     #[must_use]
     pub fn leadership(&self) -> watch::Receiver<Leadership> {
         self.candidate.leadership.subscribe()

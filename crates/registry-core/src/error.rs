@@ -144,7 +144,7 @@ impl fmt::Display for LockError {
             ),
             Self::OtherUnits { key, stated, held } => write!(
                 f,
-                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held};                  use the same number, or resize it"
+                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held}; use the same number, or resize it"
             ),
             Self::ForeignValue { key, expected } => write!(
                 f,
@@ -155,7 +155,7 @@ impl fmt::Display for LockError {
             }
             Self::HeldByOwner { key, held } => write!(
                 f,
-                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it                  first, or acquire it as upgradable and upgrade"
+                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it first, or acquire it as upgradable and upgrade"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(
