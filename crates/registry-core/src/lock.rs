@@ -393,7 +393,7 @@ impl DistributedLock {
         engine.query("inspect", local_lock.key().as_str(), inspected).await
     }
 
-    fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {
+    pub(crate) fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {
         match &self.0 {
             LockTarget::LocalLock(local_lock) => Ok(local_lock),
             LockTarget::Invalid(_, reason) => Err((*reason).into()),
