@@ -12,6 +12,7 @@ use crate::error::{InvalidOption, LockError, LostReason};
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::LockOptions;
 
@@ -139,9 +140,13 @@ impl MultiLock {
     }
 
     async fn acquire(&self, options: &LockOptions) -> Result<Option<MultiGuard>, LockError> {
-        if self.locks.is_empty() {
+        let Some(first) = self.locks.first() else {
             return Err(InvalidOption::no_keys().into());
-        }
+        };
+        first.local_lock()?.engine().claim_options(options, ClaimMode::Exclusive)?;
+        // A failed round releases its keys at once. The `min_hold` begins with the guard.
+        let min_hold = options.min_hold;
+        let options = &LockOptions { min_hold: None, ..options.clone() };
         let deadline = options.limited_wait().map(|wait| Moment::now().after(wait));
         // The guard of the key that the previous round waited for.
         let mut waited_for: Vec<LockGuard> = Vec::new();
@@ -156,6 +161,9 @@ impl MultiLock {
             };
             let Some(busy) = busy.or_else(|| self.locks.iter().find(is_lost)) else {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
+                if let Some(min_hold) = min_hold {
+                    guards.iter().for_each(|guard| guard.hold().grant().begin_min_hold(min_hold));
+                }
                 return Ok(Some(MultiGuard { guards }));
             };
             if mutated(Mutant::HalfOfKeysKept) {

@@ -299,3 +299,25 @@ async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fai
     registry.idle().await;
     assert_eq!(registry.obtain("k").holders().await.unwrap(), []);
 }
+
+#[tokio::test(start_paused = true)]
+async fn only_several_keys_that_were_acquired_are_held_for_their_min_hold() {
+    let (a, b) = pair();
+    let options = LockOptions::new().min_hold(Duration::from_secs(60));
+    let keys = a.obtain_all(["a", "b"]);
+    let held = b.obtain("b").lock().await.unwrap();
+    assert!(keys.try_lock_with(options.clone()).await.unwrap().is_none());
+    assert!(b.obtain("a").try_lock().await.unwrap().is_some());
+    b.idle().await;
+    held.unlock().await.unwrap();
+    keys.lock_with(options).await.unwrap().unlock().await.unwrap();
+    for key in ["a", "b"] {
+        assert!(b.obtain(key).try_lock().await.unwrap().is_none(), "{key:?} is free too early");
+    }
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    assert!(b.obtain_all(["a", "b"]).try_lock().await.unwrap().is_some());
+    let invalid =
+        LockOptions::new().min_hold(Duration::from_secs(2)).max_hold(Duration::from_secs(1));
+    let refused = keys.try_lock_with(invalid).await;
+    assert!(matches!(refused, Err(LockError::InvalidOption { .. })), "{refused:?}");
+}
