@@ -89,7 +89,7 @@ impl HeldLock {
     }
 
     /// Records that `tick` is done.
-    pub(crate) async fn complete(&self, ticks: &Ticks, tick: &Tick) -> Result<(), LockError> {
+    pub(crate) async fn complete(&self, ticks: &mut Ticks, tick: &Tick) -> Result<(), LockError> {
         match self.guards.guards() {
             [guard, ..] => ticks.complete(guard, tick).await,
             [] => Ok(()),

@@ -13,13 +13,16 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 
 use crate::clock::{Moment, sleep};
-use crate::engine::backoff;
+use crate::engine::{backoff, lost_error};
 use crate::error::{InvalidOption, LockError, LostReason};
+use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::{Hold, LockGuard};
 use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
 use crate::once::{host_time, millis};
 use crate::options::LockOptions;
+use crate::value::ValueRead;
 
 /// A role that one candidate holds at a time, from
 /// [`LockRegistryExt::election`](crate::LockRegistryExt::election).
@@ -164,14 +167,35 @@ impl Election {
         let mut failures = 0;
         loop {
             match self.run_term(&mut work).await {
-                Ok(_) => failures = 0,
+                Ok(_) => {
+                    failures = 0;
+                    // Work that ends at once must not keep the store busy.
+                    sleep(backoff(0)).await;
+                }
                 Err(LockError::Closed) => return Ok(()),
-                Err(LockError::Backend { .. } | LockError::Lost { .. }) => {
-                    sleep(backoff(failures)).await;
+                Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
+                    self.emit_failure(&error);
+                    // A candidate that cannot lead leaves the role to others for longer.
+                    let is_permanent =
+                        matches!(error, LockError::Backend { .. }) && !error.is_retryable();
+                    let pause = backoff(failures);
+                    sleep(if is_permanent { pause * 30 } else { pause }).await;
                     failures = failures.saturating_add(1);
                 }
                 Err(error) => return Err(error),
             }
+        }
+    }
+
+    /// Emits a failed request for the record. The engine itself emits those for the lock.
+    fn emit_failure(&self, error: &LockError) {
+        if let LockError::Backend { operation, source, .. } = error
+            && *operation != "acquire"
+            && let Ok(local_lock) = self.lock.local_lock()
+        {
+            let (key, mode) = (local_lock.key().as_str(), ClaimMode::Exclusive);
+            let failed = || LockEvent::AttemptFailed { key, mode, error: source };
+            local_lock.engine().emit(failed);
         }
     }
 
@@ -191,14 +215,21 @@ impl Election {
         work: impl FnOnce(Term) -> F,
     ) -> Result<Option<F::Output>, LockError> {
         let _running = self.candidate.running.lock().await;
-        let (guard, vacancy) = self.campaign().await?;
         let (stop, stopping) = watch::channel(false);
-        *self.candidate.stop() = Some(stop);
+        let stop = StopSignal::install(&self.candidate, stop);
+        let (guard, vacancy) = self.campaign().await?;
+        if !guard.is_held() {
+            let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
+            return Err(lost_error(guard.claim().key(), reason));
+        }
         // Dropped last, so that `Follower` is sent after the work has ended and the lock is
         // released.
         let reported = ReportedTerm::begin(&self.candidate, guard.fencing_token());
         let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
-        let output = {
+        // A step-down during the campaign ends the term before its work begins.
+        let output = if *stopping.borrow() {
+            Ok(None)
+        } else {
             let mut work = pin!(guard.protect(work(term)));
             tokio::select! {
                 biased;
@@ -220,6 +251,7 @@ impl Election {
             _ = guard.unlock().await;
         }
         drop(reported);
+        drop(stop);
         output
     }
 
@@ -240,15 +272,11 @@ impl Election {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
-        let before = self.lock.read_value().await?;
-        if let Some(value) = &before.value
-            && Record::parse(&value.bytes).is_none()
-        {
-            let (key, expected) = (self.role().to_owned(), "the record of an election");
-            return Err(LockError::ForeignValue { key, expected });
-        }
+        self.check_record(&self.lock.read_value().await?)?;
         let guard = self.lock.lock_with(self.options.clone()).await?;
-        let now = guard.read_value().await?.now.unwrap_or_else(host_time);
+        let read = guard.read_value().await?;
+        self.check_record(&read)?;
+        let now = read.now.unwrap_or_else(host_time);
         let read_at = Moment::now();
         let label = guard.claim().label().map(str::to_owned);
         let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
@@ -256,7 +284,19 @@ impl Election {
         Ok((guard, Vacancy { now, read_at }))
     }
 
-    /// Signals the work of the current term to stop. Returns whether this candidate leads.
+    /// Refuses a value block that contains something else.
+    fn check_record(&self, read: &ValueRead) -> Result<(), LockError> {
+        match &read.value {
+            Some(value) if Record::parse(&value.bytes).is_none() => {
+                let (key, expected) = (self.role().to_owned(), "the record of an election");
+                Err(LockError::ForeignValue { key, expected })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Signals the work of the current term to stop. During a campaign, the next term ends before
+    /// its work begins. Returns whether this candidate leads or campaigns.
     ///
     /// The work has the rest of the lease to end. The role is free when
     /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
@@ -345,6 +385,22 @@ impl Vacancy {
     }
 }
 
+/// The stop signal of a campaign and its term. The drop removes it.
+struct StopSignal<'a>(&'a Candidate);
+
+impl<'a> StopSignal<'a> {
+    fn install(candidate: &'a Candidate, stop: watch::Sender<bool>) -> Self {
+        *candidate.stop() = Some(stop);
+        Self(candidate)
+    }
+}
+
+impl Drop for StopSignal<'_> {
+    fn drop(&mut self) {
+        *self.0.stop() = None;
+    }
+}
+
 /// Sends `Leader` when it is created, and `Follower` when it is dropped.
 struct ReportedTerm<'a>(&'a Candidate);
 
@@ -357,7 +413,6 @@ impl<'a> ReportedTerm<'a> {
 
 impl Drop for ReportedTerm<'_> {
     fn drop(&mut self) {
-        *self.0.stop() = None;
         self.0.leadership.send_replace(Leadership::Follower);
     }
 }

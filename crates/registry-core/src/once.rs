@@ -392,15 +392,21 @@ impl Ticks {
     }
 
     /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
-    /// lock is held, because without the record the tick would run twice.
+    /// lock is held, because without the record the tick would run twice. After a repeated write, no
+    /// further tick follows; the next call of [`ScheduledJob::run`] runs the rest.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].
     ///
     /// # Cancel safety
     /// If the future is dropped, the tick may or may not be recorded.
-    pub async fn complete(&self, guard: &LockGuard, tick: &Tick) -> Result<(), LockError> {
-        guard.set_value_while_held(self.record(guard, tick)).await
+    pub async fn complete(&mut self, guard: &LockGuard, tick: &Tick) -> Result<(), LockError> {
+        if guard.set_value_while_held(self.record(guard, tick)).await? {
+            // An earlier write may still arrive, and must not undo the record of a later tick. The
+            // next call runs the rest under another claim.
+            self.next = None;
+        }
+        Ok(())
     }
 }
 

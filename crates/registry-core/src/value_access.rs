@@ -106,7 +106,7 @@ impl LockGuard {
     /// or a guard that is not exclusive. [`LockError::Unsupported`] if the store has no [value
     /// blocks](crate::Capabilities::values). [`LockError::Lost`] if the lock is not held any more.
     /// [`LockError::Backend`] if the store did not confirm the write. The write may take effect
-    /// while the lock is held. The call may be repeated.
+    /// while the lock is held, even after a later write of this guard. The call may be repeated.
     ///
     /// # Cancel safety
     /// If the future is dropped, the value may or may not be written, but not after the end of this
@@ -149,17 +149,21 @@ impl LockGuard {
         }
     }
 
-    /// As [`set_value`](Self::set_value). Repeats a write that the store did not confirm while the
-    /// lock is held.
-    pub(crate) async fn set_value_while_held(&self, value: Vec<u8>) -> Result<(), LockError> {
+    /// As [`set_value`](Self::set_value). Repeats a write that the store did not confirm, while the
+    /// lock is held and for at most the length of a lease. Returns whether it has repeated the
+    /// write: the store may then still execute the earlier one.
+    pub(crate) async fn set_value_while_held(&self, value: Vec<u8>) -> Result<bool, LockError> {
+        let deadline = Moment::now().after(self.hold().grant().lease_length());
         for attempt in 0.. {
             match self.set_value(value.clone()).await {
-                Err(error) if error.is_retryable() && self.is_held() => {
+                Err(error)
+                    if error.is_retryable() && self.is_held() && Moment::now() < deadline =>
+                {
                     sleep(backoff(attempt)).await;
                 }
-                written => return written,
+                written => return written.map(|()| attempt > 0),
             }
         }
-        Ok(())
+        Ok(false)
     }
 }
