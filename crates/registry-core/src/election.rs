@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
 
+use crate::background::BackgroundReleaser;
 use crate::clock::{Moment, sleep};
 use crate::engine::{backoff, lost_error};
 use crate::error::{InvalidOption, LockError, LostReason};
@@ -135,8 +136,8 @@ impl Election {
     /// [`LockError::InvalidOption`] and [`LockError::ForeignValue`], which a retry cannot resolve.
     ///
     /// # Cancel safety
-    /// Dropping the future drops `work`, reports [`Leadership::Follower`], and releases the lock in
-    /// the background.
+    /// Dropping the future drops `work`. The background releaser releases the lock and reports
+    /// [`Leadership::Follower`].
     ///
     /// # Panics
     /// If `work` panics. The candidate has then stepped down.
@@ -144,6 +145,8 @@ impl Election {
     /// # Examples
     /// ```
     /// # use registry_core::{LockRegistryExt, Registry};
+    /// use registry_core::election::Leadership;
+    ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Registry::in_memory()?;
     /// let election = registry.election("scheduler").label("host 1");
@@ -153,10 +156,14 @@ impl Election {
     ///     term.stopping().await;
     /// });
     /// let mut leadership = election.leadership();
-    /// # tokio::select! {
-    /// #     _ = running => {}
-    /// #     _ = leadership.wait_for(|now| matches!(now, registry_core::election::Leadership::Leader(_))) => {}
-    /// # }
+    /// let leads = async {
+    ///     let leads = leadership.wait_for(|now| matches!(now, Leadership::Leader(_))).await;
+    ///     leads.map(|now| *now)
+    /// };
+    /// tokio::select! {
+    ///     ended = running => ended?,
+    ///     leads = leads => println!("{:?}", leads?),
+    /// }
     /// # Ok(()) }
     /// ```
     pub async fn run<W, F>(&self, mut work: W) -> Result<(), LockError>
@@ -224,7 +231,7 @@ impl Election {
         }
         // Dropped last, so that `Follower` is sent after the work has ended and the lock is
         // released.
-        let reported = ReportedTerm::begin(&self.candidate, guard.fencing_token());
+        let reported = ReportedTerm::begin(&self.candidate, &guard);
         let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
         // A step-down during the campaign ends the term before its work begins.
         let output = if *stopping.borrow() {
@@ -250,7 +257,7 @@ impl Election {
             _ = guard.set_value(vacancy.record()).await;
             _ = guard.unlock().await;
         }
-        drop(reported);
+        reported.end();
         drop(stop);
         output
     }
@@ -309,7 +316,8 @@ impl Election {
     ///
     /// [`Leadership::Follower`] is sent only after the work has ended, and after the store has
     /// responded to the release or the release has failed. If the future of [`run`](Self::run) is
-    /// dropped, it is sent after the work is dropped, and the lock is released in the background.
+    /// dropped, the work is dropped with it, and the background releaser sends it and releases the
+    /// lock. Do not hold a borrow of the receiver across an `.await`: it blocks the sender.
     #[must_use]
     pub fn leadership(&self) -> watch::Receiver<Leadership> {
         self.candidate.leadership.subscribe()
@@ -401,17 +409,38 @@ impl Drop for StopSignal<'_> {
     }
 }
 
-/// Sends `Leader` when it is created, and `Follower` when it is dropped.
-struct ReportedTerm<'a>(&'a Candidate);
+/// Sends `Leader` when it is created, and `Follower` when it ends or is dropped.
+struct ReportedTerm {
+    follower: Option<FollowerOnDrop>,
+    background: BackgroundReleaser,
+}
 
-impl<'a> ReportedTerm<'a> {
-    fn begin(candidate: &'a Candidate, token: FencingToken) -> Self {
-        candidate.leadership.send_replace(Leadership::Leader(token));
-        Self(candidate)
+/// Sends `Follower` when it is dropped.
+struct FollowerOnDrop(Arc<Candidate>);
+
+impl ReportedTerm {
+    fn begin(candidate: &Arc<Candidate>, guard: &LockGuard) -> Self {
+        candidate.leadership.send_replace(Leadership::Leader(guard.fencing_token()));
+        let background = guard.hold().grant().engine().background.clone();
+        Self { follower: Some(FollowerOnDrop(Arc::clone(candidate))), background }
+    }
+
+    fn end(mut self) {
+        self.follower = None;
     }
 }
 
-impl Drop for ReportedTerm<'_> {
+impl Drop for ReportedTerm {
+    fn drop(&mut self) {
+        if let Some(follower) = self.follower.take() {
+            // In the background, because the task that drops the future of `run` may hold a borrow
+            // of the receiver, which would block the sender.
+            self.background.submit_call(Box::pin(async move { drop(follower) }));
+        }
+    }
+}
+
+impl Drop for FollowerOnDrop {
     fn drop(&mut self) {
         self.0.leadership.send_replace(Leadership::Follower);
     }

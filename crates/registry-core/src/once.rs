@@ -392,8 +392,8 @@ impl Ticks {
     }
 
     /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
-    /// lock is held, because without the record the tick would run twice. After a repeated write, no
-    /// further tick follows; the next call of [`ScheduledJob::run`] runs the rest.
+    /// lock is held, because without the record the tick would run twice. After a repeated write,
+    /// no further tick follows; the next call of [`ScheduledJob::run`] runs the rest.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].

@@ -15,6 +15,7 @@ use crate::value::{LockValue, ValueRead, ValueStore, ValueWrite};
 impl Engine {
     /// Reads the value block of `key`. Retries transient errors within the operation time-out.
     pub(crate) async fn read_value(&self, key: &Key) -> Result<ValueRead, LockError> {
+        self.check_open()?;
         self.require_values()?;
         self.backend.check_key(key)?;
         let deadline = Moment::now().after(self.defaults.operation_timeout);

@@ -257,7 +257,9 @@ pub async fn a_campaign_may_be_dropped_at_every_poll(context: &TestContext) {
         async move { election.run_term(async |_: Term| tokio::task::yield_now().await).await }
     };
     sweep(make, 1_000, async |_| {
-        assert_eq!(*election.leadership().borrow(), Leadership::Follower);
+        let mut leadership = election.leadership();
+        let follows = leadership.wait_for(|now| *now == Leadership::Follower);
+        within(context, follows).await.expect("the candidate lives");
         let options = registry_core::LockOptions::new().wait(context.max_wait());
         let lock = remote.obtain("role").lock_with(options).await.expect("the role is free");
         lock.unlock().await.expect("the lock is released");

@@ -10,7 +10,7 @@ use crate::context::{TestContext, granted, key};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
-/// A tick runs once, whichever process asks for it, and later requests tell who has run it.
+/// A tick runs once, whichever process asks for it, and later requests return who has run it.
 pub async fn a_tick_runs_once_over_all_processes(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().label("host 1");
