@@ -34,15 +34,15 @@ pub use connect::connect;
 pub use registry_core::blocking;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
-    GuaranteeClass, Holder, InvalidKey, Key, LockError, LockGuard, LockOptions, LockRegistry,
-    LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
+    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken,
+    GuaranteeClass, Holder, Key, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt,
+    LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
 
-/// Locks of several holders or of several keys: their types, which `read`, `semaphore` and
-/// `obtain_all` return.
+/// Types that methods of registries, locks and guards return: of locks of several holders or of
+/// several keys (`read`, `semaphore`, `obtain_all`), of `execute_locked`, and of value blocks.
 pub mod modes {
-    pub use registry_core::{ClaimMode, MultiGuard, MultiLock, Semaphore};
+    pub use registry_core::{ClaimMode, Executed, LockValue, MultiGuard, MultiLock, Semaphore};
 }
 
 /// Jobs that run once per tick of a schedule, over all processes.
@@ -51,17 +51,12 @@ pub use registry_core::once;
 /// Leader election.
 pub use registry_core::election;
 
-/// The value block of a key.
-pub mod value {
-    pub use registry_core::LockValue;
-}
-
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
 /// server.
 pub mod backend {
     pub use registry_core::{
         Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
-        Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
+        Finding, Grant, InvalidClaimId, InvalidKey, InvalidRecord, InvalidToken, InvalidationSet,
         Invalidations, LockAdmin, LockBackend, LockRecord, MemoryBackend, NewGrant,
         PassThroughBackend, Queueing, RecordChange, RecordEntry, RegistryBuilder, Release, Renewal,
         RenewalPolicy, Severity, ValueRead, ValueStore, ValueWrite, Waiter, Waiters, WakeCheck,

@@ -57,8 +57,8 @@ impl Paths {
         }
     }
 
-    /// Returns the node of the value block of `key`. It is no key's node: after a `%`, these have two
-    /// hexadecimal digits.
+    /// Returns the node of the value block of `key`. It is no key's node: after a `%`, these have
+    /// two hexadecimal digits.
     pub(crate) fn value_path(&self, key: &Key) -> String {
         self.node_path(key) + "%value"
     }

@@ -22,8 +22,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: every
 
     // ANCHOR: tick
-    // The tick comes from the caller's scheduler: the time that a cron expression matched, a number,
-    // or a name such as a version.
+    // The tick comes from the caller's scheduler: the time that a cron expression matched, a
+    // number, or a name such as a version.
     let backup = other_host.once("backup").tick(41);
     let outcome = backup.run(|run| async move { println!("backup {}", run.tick()) }).await?;
     println!("ran: {}", outcome == Outcome::Ran(()));

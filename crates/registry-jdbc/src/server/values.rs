@@ -62,8 +62,8 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
                 Ok(false) => Ok(ValueWrite::NotHeld),
                 Err(error) => Err(error),
             },
-            // The row keeps its claim after the end of the grant, so the connection is checked first.
-            // If the grant ends in between, the next grant changes the row before it begins.
+            // The row keeps its claim after the end of the grant, so the connection is checked
+            // first. If the grant ends in between, the next grant changes the row before it begins.
             Locks::Row { rows, sessions } => {
                 match sessions.renew(std::slice::from_ref(claim)).await.pop() {
                     Some(Ok(Renewal::Renewed(_))) => {

@@ -13,8 +13,8 @@ pub(super) const VERSION: i64 = 1;
 /// Creates the tables. Contains several statements, so the shared connections must not run it.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// Returns a row if the oldest and the newest table exist. If only some tables exist, the others are
-/// created.
+/// Returns a row if the oldest and the newest table exist. If only some tables exist, the others
+/// are created.
 pub(super) const ALL_TABLES: &str = "\
     SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta' AND EXISTS ( \
         SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_values')";
