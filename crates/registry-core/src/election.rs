@@ -23,7 +23,7 @@ use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
 use crate::once::{host_time, millis};
 use crate::options::LockOptions;
-use crate::value::ValueRead;
+use crate::value::LockValue;
 
 /// A role that one candidate holds at a time, from
 /// [`LockRegistryExt::election`](crate::LockRegistryExt::election).
@@ -279,10 +279,11 @@ impl Election {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
-        self.check_record(&self.lock.read_value().await?)?;
+        // Before the wait for the lock, and again under it.
+        self.record(self.lock.read_value().await?.value.as_ref())?;
         let guard = self.lock.lock_with(self.options.clone()).await?;
         let read = guard.read_value().await?;
-        self.check_record(&read)?;
+        self.record(read.value.as_ref())?;
         let now = read.now.unwrap_or_else(host_time);
         let read_at = Moment::now();
         let label = guard.claim().label().map(str::to_owned);
@@ -291,15 +292,13 @@ impl Election {
         Ok((guard, Vacancy { now, read_at }))
     }
 
-    /// Refuses a value block that contains something else.
-    fn check_record(&self, read: &ValueRead) -> Result<(), LockError> {
-        match &read.value {
-            Some(value) if Record::parse(&value.bytes).is_none() => {
-                let (key, expected) = (self.role().to_owned(), "the record of an election");
-                Err(LockError::ForeignValue { key, expected })
-            }
-            _ => Ok(()),
-        }
+    /// Reads the record in the value block of the role.
+    fn record(&self, value: Option<&LockValue>) -> Result<Option<Record>, LockError> {
+        let foreign = || LockError::ForeignValue {
+            key: self.role().to_owned(),
+            expected: "the record of an election",
+        };
+        value.map(|value| Record::parse(&value.bytes).ok_or_else(foreign)).transpose()
     }
 
     /// Signals the work of the current term to stop. During a campaign, the next term ends before
@@ -338,13 +337,9 @@ impl Election {
     /// Dropping the future has no effect.
     pub async fn leader(&self) -> Result<Option<Leader>, LockError> {
         let Some(value) = self.lock.value().await? else { return Ok(None) };
-        let record = Record::parse(&value.bytes).ok_or_else(|| {
-            let (key, expected) = (self.role().to_owned(), "the record of an election");
-            LockError::ForeignValue { key, expected }
-        })?;
-        if !record.leads {
+        let Some(record) = self.record(Some(&value))?.filter(|record| record.leads) else {
             return Ok(None);
-        }
+        };
         if self.lock.local_lock()?.engine().capabilities.inspect {
             let holders = self.lock.holders().await?;
             // A holder with a larger token is a new leader that has not written its record yet.

@@ -19,22 +19,19 @@ impl Engine {
         self.require_values()?;
         self.backend.check_key(key)?;
         let deadline = Moment::now().after(self.defaults.operation_timeout);
-        for attempt in 0.. {
-            let (backend, key) = (Arc::clone(&self.backend), key.clone());
-            let name = key.clone();
-            let read = Box::pin(async move { values(&*backend)?.value(&key).await });
-            match self.query("read the value", name.as_str(), read).await {
-                Err(error) if error.is_retryable() => {
-                    let pause = backoff(attempt);
-                    if Moment::now().after(pause) >= deadline {
-                        return Err(error);
-                    }
+        let mut attempt = 0;
+        loop {
+            let (backend, owned_key) = (Arc::clone(&self.backend), key.clone());
+            let read = Box::pin(async move { values(&*backend)?.value(&owned_key).await });
+            let pause = backoff(attempt);
+            match self.query("read the value", key.as_str(), read).await {
+                Err(error) if error.is_retryable() && Moment::now().after(pause) < deadline => {
                     sleep(pause).await;
+                    attempt += 1;
                 }
                 read => return read,
             }
         }
-        Err(LockError::Closed)
     }
 
     fn require_values(&self) -> Result<(), LockError> {
@@ -155,16 +152,17 @@ impl LockGuard {
     /// write: the store may then still execute the earlier one.
     pub(crate) async fn set_value_while_held(&self, value: Vec<u8>) -> Result<bool, LockError> {
         let deadline = Moment::now().after(self.hold().grant().lease_length());
-        for attempt in 0.. {
+        let mut attempt = 0;
+        loop {
             match self.set_value(value.clone()).await {
                 Err(error)
                     if error.is_retryable() && self.is_held() && Moment::now() < deadline =>
                 {
                     sleep(backoff(attempt)).await;
+                    attempt += 1;
                 }
                 written => return written.map(|()| attempt > 0),
             }
         }
-        Ok(false)
     }
 }
