@@ -37,13 +37,14 @@ impl Store for TableStore {
 registry_conformance::conformance! {
     harness = TableHarness,
     runs = 206,
-    skips = 174,
+    skips = 218,
     without = [
         fair,
         fair_on_request,
         shared,
         upgradable,
         permits,
+        values,
         reports_invalidations,
         labels,
         inspect,

@@ -62,6 +62,23 @@ programs! {
         "holder: permits 1 of 3",
         "keys: accounts/3, accounts/7",
     ],
+    once [] [] says [
+        "this host ran it: true",
+        "backup 41",
+        "ran: true",
+        "already done: true",
+        "failed: Ran(Err(\"disk full\"))",
+        "run 42",
+        "run 43",
+        "run 44",
+        "caught up: true",
+    ],
+    once_sql [] [] says ["attempt 1: 110", "attempt 2: 110"],
+    election [] [] says [
+        "host 1 leads",
+        "the leader is at 10.0.0.1:8080",
+        "host 2 led, under a larger token: true",
+    ],
     leases [] [] says [
         "17 rows",
         "lost: its lease ran out before a renewal was confirmed",

@@ -158,6 +158,7 @@ fn capabilities() -> io::Result<String> {
             ("shared", can.shared),
             ("upgradable", can.upgradable),
             ("permits", can.permits),
+            ("values", can.values),
             ("fair_on_request", can.fair_on_request),
         ];
         let modes = modes.iter().filter(|(_, can)| *can).map(|(mode, _)| format!("`{mode}`"));

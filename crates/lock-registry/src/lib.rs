@@ -34,26 +34,33 @@ pub use connect::connect;
 pub use registry_core::blocking;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
-    GuaranteeClass, Holder, InvalidKey, Key, LockError, LockGuard, LockOptions, LockRegistry,
-    LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
+    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken,
+    GuaranteeClass, Holder, Key, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt,
+    LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
 
-/// Locks of several holders or of several keys: their types, which `read`, `semaphore` and
-/// `obtain_all` return.
+/// Types that methods of registries, locks and guards return: of locks of several holders or of
+/// several keys (`read`, `semaphore`, `obtain_all`), of `execute_locked`, and of value blocks.
 pub mod modes {
-    pub use registry_core::{ClaimMode, MultiGuard, MultiLock, Semaphore};
+    pub use registry_core::{ClaimMode, Executed, LockValue, MultiGuard, MultiLock, Semaphore};
 }
+
+/// Jobs that run once per tick of a schedule, over all processes.
+pub use registry_core::once;
+
+/// Leader election.
+pub use registry_core::election;
 
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
 /// server.
 pub mod backend {
     pub use registry_core::{
         Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, ClaimId,
-        ClaimMode, Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
-        Invalidations, LockAdmin, LockBackend, LockBatch, LockRecord, MemoryBackend, NewGrant,
-        PassThroughBackend, Queueing, RecordChange, RecordEntry, RegistryBuilder, Release, Renewal,
-        RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
+        ClaimMode, Finding, Grant, InvalidClaimId, InvalidKey, InvalidRecord, InvalidToken,
+        InvalidationSet, Invalidations, LockAdmin, LockBackend, LockBatch, LockRecord,
+        MemoryBackend, NewGrant, PassThroughBackend, Queueing, RecordChange, RecordEntry,
+        RegistryBuilder, Release, Renewal, RenewalPolicy, Severity, ValueRead, ValueStore,
+        ValueWrite, Waiter, Waiters, WakeCheck,
     };
 }
 
@@ -70,7 +77,8 @@ pub mod etcd {
 pub mod mysql {
     pub use registry_jdbc::{
         CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend,
-        MySqlConfig, RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
+        MySqlConfig, RowLocksExhausted, RunIn, RunInError, SpringTable, SqlMode, TransactionLock,
+        TransactionRun, sqlx,
     };
 }
 
@@ -79,8 +87,8 @@ pub mod mysql {
 pub mod postgres {
     pub use registry_jdbc::{
         CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend,
-        PostgresConfig, RowLocksExhausted, SpringTable, SqlMode, StatementMode, TransactionLock,
-        sqlx,
+        PostgresConfig, RowLocksExhausted, RunIn, RunInError, SpringTable, SqlMode, StatementMode,
+        TransactionLock, TransactionRun, sqlx,
     };
 }
 
@@ -96,7 +104,9 @@ pub mod redis {
 /// The store in an SQLite file. Feature `sqlite`.
 #[cfg(feature = "sqlite")]
 pub mod sqlite {
-    pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
+    pub use registry_jdbc::{
+        Fence, FenceError, RunIn, RunInError, SqliteBackend, SqliteConfig, TransactionRun, sqlx,
+    };
 }
 
 /// The store in ZooKeeper. Feature `zk`.

@@ -89,8 +89,8 @@ impl LastSeen {
 #[derive(Debug)]
 pub(crate) struct AcquireOptions {
     /// The time limit for connecting and acquiring together, or `None` for no limit.
-    wait_limit: Option<Duration>,
-    options: LockOptions,
+    pub(crate) wait_limit: Option<Duration>,
+    pub(crate) options: LockOptions,
     pub(crate) min_hold: Duration,
     /// The exit status if the lock is not acquired in time.
     pub(crate) busy_status: u8,

@@ -79,8 +79,10 @@ impl From<RequiredReach> for Reach {
 #[derive(Debug, Subcommand)]
 pub(crate) enum CliCommand {
     Run(RunArgs),
+    Elect(ElectArgs),
     Hold(HoldArgs),
     Show(ShowArgs),
+    Value(ValueArgs),
     /// Lists all locks that are held in the namespace
     List,
     Break(BreakArgs),
@@ -97,7 +99,8 @@ pub(crate) enum CliCommand {
 /// when the command has ended.
 ///
 /// The environment of the command contains the key in LOCKREG_KEY. If the store has fencing,
-/// LOCKREG_FENCING_TOKEN contains the fencing token.
+/// LOCKREG_FENCING_TOKEN contains the fencing token. With --once-per or --tick, LOCKREG_TICK
+/// contains the tick.
 ///
 /// If the lock is lost while the command runs, lockreg sends SIGTERM to the process group of the
 /// command, and SIGKILL after the grace time. Signals to lockreg are forwarded to the command.
@@ -106,6 +109,8 @@ pub(crate) enum CliCommand {
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) acquire: AcquireArgs,
+    #[command(flatten)]
+    pub(crate) once: OnceArgs,
     /// The time between SIGTERM and SIGKILL for the command, after a signal or the loss of the lock
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_grace)]
     pub(crate) grace: Duration,
@@ -117,10 +122,27 @@ pub(crate) struct RunArgs {
     pub(crate) command: Vec<OsString>,
 }
 
+/// Options for a command that runs once per tick.
+#[derive(Debug, Args)]
+pub(crate) struct OnceArgs {
+    /// Runs the command at most once per period, over all hosts. A period begins at each multiple
+    /// of TIME since 1970 in UTC. If it was run in this period, or runs now, the status is 0 at
+    /// once
+    #[arg(long, value_name = "TIME", value_parser = parse_period, conflicts_with_all = ["tick", "shared", "permits", "also"], allow_hyphen_values = true)]
+    pub(crate) once_per: Option<Duration>,
+    /// Runs the command unless it was run for this tick: a number that grows, or a name
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["shared", "permits", "also"])]
+    pub(crate) tick: Option<String>,
+    /// Counts a command that fails as run. Otherwise, the next call runs it again
+    #[arg(long)]
+    pub(crate) count_failures: bool,
+}
+
 const RUN_EXAMPLES: &str = "\
 Examples:
   lockreg run nightly -- ./report.sh --all
-  lockreg run --no-wait -E 0 --quiet --min-hold 50s cleanup -- /usr/local/bin/cleanup
+  lockreg run --once-per 1h cleanup -- /usr/local/bin/cleanup
+  lockreg run --tick 2026-11-25 report -- ./report.sh
   lockreg --url redis://locks.example run --wait 1m deploy -- sh -c 'git pull && make install'";
 
 const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
@@ -150,6 +172,42 @@ impl RunArgs {
         })
     }
 }
+
+/// Runs a command while this process leads a role
+///
+/// Campaigns for the role, over all processes, and runs the command while this process leads. If
+/// the lease could end before it is renewed, lockreg sends SIGTERM to the process group of the
+/// command, and SIGKILL before the end of the lease, and campaigns again. If the command ends by
+/// itself, lockreg releases the role, and ends with the status of the command.
+///
+/// The environment of the command contains the role in LOCKREG_KEY and the fencing token of the
+/// term in LOCKREG_FENCING_TOKEN. Signals to lockreg are forwarded to the command.
+#[derive(Debug, Args)]
+#[command(after_help = ELECT_EXAMPLES)]
+pub(crate) struct ElectArgs {
+    /// What other clients read of this candidate while it leads, for example its address
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub(crate) data: String,
+    /// How long the role stays taken if this process dies [default: 30s; zk: 15s]
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
+    pub(crate) lease: Option<String>,
+    /// The name of this candidate [default: host:pid]
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) label: Option<String>,
+    /// The time between SIGTERM and SIGKILL for the command, at most a third of the lease
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_grace)]
+    pub(crate) grace: Duration,
+    /// The role; write `--` before a role that may begin with `-`
+    pub(crate) role: OsString,
+    /// The command and its arguments
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+const ELECT_EXAMPLES: &str = "\
+Examples:
+  lockreg --url redis://locks.example elect scheduler -- ./scheduler
+  lockreg elect --lease 15s --data 10.0.0.1:8080 scheduler -- ./scheduler";
 
 /// Holds a lock until stdin ends or a signal arrives
 ///
@@ -248,6 +306,17 @@ pub(crate) struct ShowArgs {
     pub(crate) key: OsString,
 }
 
+/// Prints the value block of a key; status 1 if it has none
+///
+/// Prints the bytes as they are. With --json, prints the text, or the bytes in hexadecimal digits
+/// if they are not UTF-8, and the fencing token of the holder that wrote them.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg value nightly\n  lockreg --json value nightly")]
+pub(crate) struct ValueArgs {
+    /// The key; if it may begin with `-`, write `--` before it
+    pub(crate) key: OsString,
+}
+
 /// Releases a lock by force
 ///
 /// The holder detects the loss at its next renewal at the latest. Until then, two holders may run.
@@ -326,6 +395,15 @@ const WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
 fn parse_wait(text: &str) -> Result<Duration, String> {
     parse_bounded_time(text, WAIT_MAX, "leave --wait out to wait without a limit")
+}
+
+fn parse_period(text: &str) -> Result<Duration, String> {
+    match parse_time(text)? {
+        period if period < Duration::from_secs(1) => {
+            Err("it is shorter than the minimum 1s; set a longer period".to_owned())
+        }
+        period => Ok(period),
+    }
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {

@@ -1,4 +1,5 @@
-//! `lockreg show`, `list` and `break`: print the holders of locks, and release locks by force.
+//! `lockreg show`, `list`, `value` and `break`: print the holders of locks and their value blocks,
+//! and release locks by force.
 
 use serde::Serialize;
 use serde_json::json;
@@ -7,7 +8,8 @@ use crate::acquire::close;
 use crate::args::{self, GlobalArgs};
 use crate::exit::{self, CliError};
 use crate::output::{
-    HOLDER_HEADING, HolderView, Output, describe_holder, holder_row, printable, table,
+    HOLDER_HEADING, HolderView, Output, describe_holder, holder_row, json_to_stdout, printable,
+    table, to_stdout,
 };
 use crate::store::StoreConfig;
 
@@ -52,6 +54,38 @@ pub(crate) async fn list(global: &GlobalArgs, output: Output) -> Result<u8, CliE
         }
         table(HOLDER_HEADING, holders.iter().map(holder_row))
     })?;
+    Ok(0)
+}
+
+/// `lockreg value`.
+pub(crate) async fn value(
+    global: &GlobalArgs,
+    args: &args::ValueArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    let key = args::parse_key(&args.key)?;
+    let registry = StoreConfig::choose(global)?.open(output).await?;
+    let value = registry.obtain(key.as_str()).value().await?;
+    close(&registry).await;
+    let Some(value) = value else {
+        output.result(&json!({ "key": key.as_str(), "value": null, "token": null }), || {
+            format!("{} has no value\n", printable(key.as_str()))
+        })?;
+        return Ok(exit::NEGATIVE);
+    };
+    if !global.json {
+        to_stdout(&value.bytes)?;
+        return Ok(0);
+    }
+    let token = value.token.get();
+    let view = match std::str::from_utf8(&value.bytes) {
+        Ok(text) => json!({ "key": key.as_str(), "value": text, "token": token }),
+        Err(_) => {
+            let hex: String = value.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            json!({ "key": key.as_str(), "value_hex": hex, "token": token })
+        }
+    };
+    json_to_stdout(&view)?;
     Ok(0)
 }
 

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use lock_registry::modes::{ClaimMode, MultiGuard, MultiLock};
+use lock_registry::once::{Tick, Ticks};
 use lock_registry::{
     DistributedLock, FencingToken, Key, LockError, LockGuard, LockOptions, LockRegistryExt as _,
     LostReason, Registry,
@@ -74,6 +75,27 @@ pub(crate) struct HeldLock {
 }
 
 impl HeldLock {
+    /// Returns the lock of one key.
+    pub(crate) fn single(guard: LockGuard) -> Self {
+        Self { key: guard.key().to_owned(), guards: guard.into() }
+    }
+
+    /// Writes the value block of the key.
+    pub(crate) async fn set_value(&self, value: Vec<u8>) -> Result<(), LockError> {
+        match self.guards.guards() {
+            [guard, ..] => guard.set_value(value).await,
+            [] => Ok(()),
+        }
+    }
+
+    /// Records that `tick` is done.
+    pub(crate) async fn complete(&self, ticks: &mut Ticks, tick: &Tick) -> Result<(), LockError> {
+        match self.guards.guards() {
+            [guard, ..] => ticks.complete(guard, tick).await,
+            [] => Ok(()),
+        }
+    }
+
     /// Returns the key of the command line.
     pub(crate) fn key(&self) -> &str {
         &self.key

@@ -8,6 +8,7 @@ compile_error!("lockreg needs the process groups and signals of Unix");
 mod args;
 mod store;
 // Acquiring and holding a lock.
+mod elect;
 mod hold;
 mod run;
 mod signals;
@@ -33,6 +34,7 @@ use clap::Parser as _;
 use clap::error::ErrorKind;
 
 use crate::args::{Cli, CliCommand, GlobalArgs};
+use crate::elect::ElectCommand;
 use crate::exit::CliError;
 use crate::hold::HoldCommand;
 use crate::output::Output;
@@ -80,6 +82,10 @@ fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<
             let run = RunCommand::check(global, &args)?;
             with_signals(|signals| run.execute(signals, output))
         }
+        CliCommand::Elect(args) => {
+            let elect = ElectCommand::check(global, &args)?;
+            with_signals(|signals| elect.execute(signals, output))
+        }
         CliCommand::Hold(args) => {
             let hold = HoldCommand::check(global, &args)?;
             with_signals(|signals| hold.execute(signals, output))
@@ -87,6 +93,7 @@ fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<
         CliCommand::Show(show) => block_on(inspect::show(global, &show, output)),
         CliCommand::List => block_on(inspect::list(global, output)),
         CliCommand::Break(args) => block_on(inspect::break_lock(global, &args, output)),
+        CliCommand::Value(value) => block_on(inspect::value(global, &value, output)),
         CliCommand::Doctor(doctor) => block_on(doctor::doctor(global, &doctor, output)),
         CliCommand::Schema(schema) => schema::schema(&schema, output),
         CliCommand::Bench(bench) => block_on(bench::bench(global, &bench, output)),

@@ -1,6 +1,7 @@
 //! `lockreg run`: runs a command under a lock, from the checks to the exit status.
 
-mod command;
+pub(crate) mod command;
+mod once;
 // Processes: the command, the program that starts it, and the watchdog that ends it if `lockreg`
 // cannot.
 mod child;
@@ -19,6 +20,8 @@ use tokio::time::Instant;
 
 use self::child::{CommandExit, CommandProcess, StateChange};
 use self::command::Program;
+pub(crate) use self::once::Recording;
+use self::once::{OnceCommand, OnceOutcome};
 use self::terminal::{AfterStop, Terminal};
 use self::watchdog::Watchdog;
 use crate::acquire::{
@@ -39,6 +42,7 @@ pub(crate) struct RunCommand {
     store: StoreConfig,
     acquire_options: AcquireOptions,
     grace: Duration,
+    once: Option<OnceCommand>,
 }
 
 impl RunCommand {
@@ -56,6 +60,7 @@ impl RunCommand {
             store,
             acquire_options: AcquireOptions::from_args(&run.acquire),
             grace: run.grace,
+            once: OnceCommand::check(&run.once)?,
         })
     }
 
@@ -65,7 +70,7 @@ impl RunCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { request, program, store, acquire_options, grace } = self;
+        let Self { request, program, store, acquire_options, grace, once } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -73,6 +78,22 @@ impl RunCommand {
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_about_process_reach(&registry, output);
+        let has_fencing = registry.capabilities().fencing;
+        if let Some(once) = once {
+            let begun = once.begin(&registry, &request, &acquire_options, &mut signals, output);
+            let status = match begun.await {
+                Ok(OnceOutcome::Due(guard, recording)) => {
+                    let locked = LockedRun::new(guard, has_fencing, &program, grace, output)
+                        .with_recording(recording);
+                    locked.run(&observer, &mut signals).await.map(RunEnd::status)
+                }
+                Ok(OnceOutcome::NotDue) => Ok(0),
+                Ok(OnceOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+                Err(failure) => Err(failure),
+            };
+            close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
+            return status;
+        }
         let lock = request.obtain(&registry);
         let status = match acquire(
             &lock,
@@ -88,9 +109,8 @@ impl RunCommand {
             Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
             Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
             Ok(AcquireOutcome::Held(guard)) => {
-                let has_fencing = registry.capabilities().fencing;
-                let locked = LockedRun { guard, has_fencing, program: &program, grace, output };
-                locked.run(&observer, &mut signals).await
+                let locked = LockedRun::new(guard, has_fencing, &program, grace, output);
+                locked.run(&observer, &mut signals).await.map(RunEnd::status)
             }
             Err(failure) => Err(failure),
         };
@@ -100,19 +120,67 @@ impl RunCommand {
 }
 
 /// A held lock, and the command to run under it.
-struct LockedRun<'a> {
+pub(crate) struct LockedRun<'a> {
     guard: HeldLock,
     /// The store has fencing, so the token can protect a resource.
     has_fencing: bool,
     program: &'a Program,
     grace: Duration,
+    /// The command must have ended this long before the lease does. Zero if it may run until the
+    /// loss is known.
+    margin: Duration,
+    /// What to record when the command has ended.
+    recording: Option<Recording>,
     output: Output,
 }
 
-impl LockedRun<'_> {
-    async fn run(self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
+/// How a command under a lock has ended.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RunEnd {
+    /// With this status.
+    Exited(u8),
+    /// The lock was lost, or its lease could have ended.
+    Lost,
+}
+
+impl RunEnd {
+    /// Returns the exit status of `lockreg run`.
+    fn status(self) -> u8 {
+        match self {
+            Self::Exited(status) => status,
+            Self::Lost => exit::LOST,
+        }
+    }
+}
+
+impl<'a> LockedRun<'a> {
+    pub(crate) fn new(
+        guard: HeldLock,
+        has_fencing: bool,
+        program: &'a Program,
+        grace: Duration,
+        output: Output,
+    ) -> Self {
+        let margin = Duration::ZERO;
+        Self { guard, has_fencing, program, grace, margin, recording: None, output }
+    }
+
+    /// Ends the command this long before the lease does.
+    pub(crate) fn with_margin(self, margin: Duration) -> Self {
+        Self { margin, ..self }
+    }
+
+    pub(crate) fn with_recording(self, recording: Recording) -> Self {
+        Self { recording: Some(recording), ..self }
+    }
+
+    pub(crate) async fn run(
+        self,
+        observer: &LockObserver,
+        signals: &mut Signals,
+    ) -> Result<RunEnd, CliError> {
         let started = self.start().await;
-        let Self { guard, grace, output, .. } = self;
+        let Self { guard, grace, margin, recording, output, .. } = self;
         let ended = match started {
             Ok((running, watchdog, terminal)) => {
                 let mut supervisor = Supervisor {
@@ -121,6 +189,7 @@ impl LockedRun<'_> {
                     watchdog,
                     terminal,
                     grace,
+                    margin,
                     output,
                     lost: None,
                     termination: Termination::NotRequested,
@@ -133,8 +202,15 @@ impl LockedRun<'_> {
             Err(failure) => Err(failure),
         };
         let key = guard.key().to_owned();
+        let recorded = match (&ended, &recording) {
+            (Ok((exit_state, None)), Some(recording)) => {
+                recording.complete(&guard, exit_state.status()).await
+            }
+            _ => Ok(()),
+        };
         let released = guard.unlock().await;
         let (exit_state, lost) = ended?;
+        recorded?;
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.
         let lost = match (lost, &released) {
@@ -150,7 +226,7 @@ impl LockedRun<'_> {
                 &format!("the command {exit_state}"),
                 json!({ "key": key, "status": exit_state.status() }),
             );
-            return Ok(exit::LOST);
+            return Ok(RunEnd::Lost);
         }
         if let Err(error) = released {
             output.alert(
@@ -159,7 +235,7 @@ impl LockedRun<'_> {
                 json!({ "key": key, "causes": causes(&error) }),
             );
         }
-        Ok(exit_state.status())
+        Ok(RunEnd::Exited(exit_state.status()))
     }
 
     /// Starts the command under the watchdog.
@@ -168,8 +244,11 @@ impl LockedRun<'_> {
         self.guard.check().await?;
         let terminal = Terminal::open();
         let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
+        let tick = self.recording.as_ref().and_then(Recording::tick);
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
+            // Without a schedule, the variable is removed, as below.
+            ("LOCKREG_TICK", tick),
             // Without fencing, the variable is removed: the token of an outer `lockreg` would be
             // wrong.
             (
@@ -182,8 +261,11 @@ impl LockedRun<'_> {
         ];
         match CommandProcess::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {
-                watchdog.watch_group(running.group(), self.grace);
-                watchdog.extend_lease(self.guard.valid_for());
+                // With a margin, the watchdog also ends the command before the end of the lease.
+                let grace =
+                    if self.margin.is_zero() { self.grace } else { kill_after(self.margin) };
+                watchdog.watch_group(running.group(), grace);
+                watchdog.extend_lease(self.guard.valid_for().saturating_sub(self.margin));
                 // This process may have been stopped again before the watchdog knew of the lease.
                 // From here on, the watchdog handles a stop of this process.
                 if let Err(error) = self.guard.check().await {
@@ -208,6 +290,7 @@ struct Supervisor<'a> {
     watchdog: Watchdog,
     terminal: Terminal,
     grace: Duration,
+    margin: Duration,
     output: Output,
     lost: Option<LostReason>,
     termination: Termination,
@@ -244,7 +327,10 @@ impl Supervisor<'_> {
                     StateChange::Stopped(signal) => self.on_stop(signal),
                 },
                 () = until_kill_time(termination) => self.kill(),
-                Ok(()) = renewals.changed() => self.watchdog.extend_lease(self.guard.valid_for()),
+                () = lease_ends_within(self.guard, self.margin), if self.lost.is_none() => {
+                    self.on_lease_ending();
+                }
+                Ok(()) = renewals.changed() => self.extend_lease(),
             }
         };
         // A command may leave processes running on purpose, unless its termination was requested.
@@ -266,9 +352,7 @@ impl Supervisor<'_> {
                     }
                 }
                 // Without this message, the watchdog would treat the lease as expired.
-                Ok(()) = renewals.changed(), if self.lost.is_none() => {
-                    self.watchdog.extend_lease(self.guard.valid_for());
-                }
+                Ok(()) = renewals.changed(), if self.lost.is_none() => self.extend_lease(),
                 () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }
         }
@@ -282,6 +366,19 @@ impl Supervisor<'_> {
         self.request_termination(Signal::SIGTERM);
         self.watchdog.disarm();
         report_loss(self.output, key, reason);
+    }
+
+    fn extend_lease(&mut self) {
+        self.watchdog.extend_lease(self.guard.valid_for().saturating_sub(self.margin));
+    }
+
+    /// Ends the command before the lease ends, because no renewal was confirmed in time.
+    fn on_lease_ending(&mut self) {
+        self.lost = Some(LostReason::Expired);
+        let grace = self.grace.min(kill_after(self.guard.valid_for()));
+        self.termination = Termination::Requested { kill_at: Instant::now() + grace };
+        self.request_termination(Signal::SIGTERM);
+        report_loss(self.output, self.guard.key(), LostReason::Expired);
     }
 
     fn on_signal(&mut self, signal: Signal) {
@@ -345,6 +442,26 @@ fn report_loss(output: Output, key: &str, reason: LostReason) {
     );
 }
 
+/// Returns when a command is killed that must have ended within `left`.
+fn kill_after(left: Duration) -> Duration {
+    left.saturating_sub(KILL_MARGIN)
+}
+
+/// Waits until the lease ends within `margin`, unless it is renewed. Never returns for a margin of
+/// zero.
+async fn lease_ends_within(guard: &HeldLock, margin: Duration) {
+    if margin.is_zero() {
+        return std::future::pending().await;
+    }
+    loop {
+        let left = guard.valid_for().saturating_sub(margin);
+        if left.is_zero() {
+            return;
+        }
+        tokio::time::sleep(left).await;
+    }
+}
+
 async fn until_kill_time(termination: Termination) {
     match termination {
         Termination::Requested { kill_at } => tokio::time::sleep_until(kill_at).await,
@@ -355,3 +472,5 @@ async fn until_kill_time(termination: Termination) {
 /// The interval at which the group is checked for remaining processes. The kernel sends no
 /// notification of the end of grandchildren.
 const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// The time before the end of a lease at which a command is killed that must not outlive it.
+const KILL_MARGIN: Duration = Duration::from_millis(300);

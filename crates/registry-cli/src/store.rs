@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use lock_registry::{Reach, Registry, RegistryConfig, config::Setting, observe::Observer};
 use serde_json::json;
@@ -56,16 +57,26 @@ impl StoreConfig {
     }
 
     /// Adds the options of a command that acquires a lock.
-    pub(crate) fn with_acquire_args(mut self, args: &AcquireArgs) -> Result<Self, CliError> {
-        if let Some(lease) = &args.lease {
+    pub(crate) fn with_acquire_args(self, args: &AcquireArgs) -> Result<Self, CliError> {
+        self.with_holder(args.lease.as_deref(), args.label.as_deref(), args.wait)
+    }
+
+    /// Applies lease and label, and the time limit of the connection.
+    pub(crate) fn with_holder(
+        mut self,
+        lease: Option<&str>,
+        label: Option<&str>,
+        wait: Option<Duration>,
+    ) -> Result<Self, CliError> {
+        if let Some(lease) = lease {
             self.config = self.config.with_argument("lease", lease)?;
         }
-        if let Some(label) = &args.label {
+        if let Some(label) = label {
             self.config = self.config.with_argument("label", label)?;
         } else if !self.settings()?.iter().any(|setting| setting.name == "label") {
             self.config = self.config.label(default_label());
         }
-        if let Some(wait) = args.wait {
+        if let Some(wait) = wait {
             self.config = self.config.connect_within(wait);
         }
         self.config.check()?;

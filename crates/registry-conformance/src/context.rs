@@ -9,7 +9,7 @@ use std::time::Duration;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimMode, Grant, Key, LockAdmin,
     LockBackend, LockError, LockEvent, LockGuard, LostReason, Observer, Registry, RegistryBuilder,
-    Release, Renewal,
+    Release, Renewal, ValueStore,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -372,6 +372,10 @@ pub(crate) fn key(text: &str) -> Key {
 /// Returns the operations for operators of a store that can be inspected.
 pub(crate) fn admin(client: &dyn LockBackend) -> &dyn LockAdmin {
     client.admin().expect("a store that can be inspected has an admin")
+}
+
+pub(crate) fn values(client: &dyn LockBackend) -> &dyn ValueStore {
+    client.values().expect("a store with value blocks")
 }
 
 /// Returns whether a new claim acquires the key, and releases it again.

@@ -10,14 +10,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, Finding,
-    Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, FencingToken,
+    Finding, Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release,
+    Renewal, ValueRead, ValueStore, ValueWrite,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use crate::context::admin;
+use crate::context::{admin, values};
 
 mod plan;
 
@@ -293,6 +294,10 @@ impl LockBackend for FaultyBackend {
         self.inner.batch().map(|_| self as &dyn LockBatch)
     }
 
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.inner.values().map(|_| self as &dyn ValueStore)
+    }
+
     async fn close(&self) {
         self.wait_for_late_requests().await;
         self.inner.close().await;
@@ -363,5 +368,31 @@ impl LockAdmin for FaultyBackend {
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.call(Operation::Diagnose, Err, |inner| async move { admin(&*inner).diagnose().await })
             .await
+    }
+}
+
+#[async_trait]
+impl ValueStore for FaultyBackend {
+    async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
+        let key = key.clone();
+        self.call(Operation::Value, Err, move |inner| {
+            let key = key.clone();
+            async move { values(&*inner).value(&key).await }
+        })
+        .await
+    }
+
+    async fn set_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: &[u8],
+    ) -> Result<ValueWrite, BackendError> {
+        let (claim, value) = (claim.clone(), Arc::<[u8]>::from(value));
+        self.call(Operation::SetValue, Err, move |inner| {
+            let (claim, value) = (claim.clone(), Arc::clone(&value));
+            async move { values(&*inner).set_value(&claim, token, &value).await }
+        })
+        .await
     }
 }

@@ -344,6 +344,56 @@ macro_rules! __for_all_clauses {
                 a_lock_of_several_keys_waits_for_the_busy_one [faithful],
                 a_lock_of_several_keys_may_be_dropped_at_every_poll [faithful],
             }
+            values {
+                a_key_has_no_value_before_the_first_write [faithful values],
+                a_value_is_visible_to_all_clients_and_survives_the_release [faithful values],
+                a_value_has_any_bytes_up_to_the_maximum [faithful values],
+                a_repeated_write_is_written_again [faithful values],
+                only_a_holder_writes_the_value [faithful values],
+                a_holder_writes_while_others_wait [faithful values],
+                an_expired_holder_does_not_write_the_value [faithful values],
+                a_holder_of_a_broken_lock_does_not_write_the_value [faithful values inspect],
+                a_late_write_does_not_replace_a_newer_value [faithful values handoff],
+                a_shared_holder_does_not_write_the_value [faithful values shared],
+                values_of_different_keys_are_independent [faithful values],
+                a_value_is_not_a_lock [faithful values inspect],
+                a_value_survives_a_restart [faithful values restart],
+                values_of_other_namespaces_are_not_visible [faithful values namespaces],
+                a_guard_writes_the_value_and_every_registry_reads_it [values],
+                a_guard_of_a_broken_lock_cannot_write [values inspect],
+                an_invalid_value_is_refused_before_any_request [values],
+                a_guard_that_has_written_is_not_handed_over [values],
+            }
+            once {
+                a_tick_runs_once_over_all_processes [values],
+                an_earlier_tick_is_already_done [values],
+                a_tick_that_another_process_runs_is_busy [values],
+                a_caller_that_waits_does_not_repeat_the_tick [values],
+                a_failed_run_leaves_the_tick_available [values],
+                the_tick_of_a_dead_process_runs_after_its_lease [values],
+                missed_ticks_are_run_as_the_job_states [values],
+                each_run_has_a_larger_token [values fencing],
+                a_period_runs_once [values],
+                a_named_tick_runs_once [values],
+                a_run_that_lost_its_lock_does_not_record_the_tick [values inspect],
+                a_record_with_a_lost_reply_is_repeated [values],
+                a_foreign_value_is_refused [values],
+                a_run_may_be_dropped_at_every_poll [faithful values],
+            }
+            election {
+                one_candidate_leads_at_a_time [values],
+                a_step_down_releases_only_after_the_work_has_ended [values],
+                work_that_does_not_end_is_dropped_after_a_step_down [values],
+                another_candidate_leads_after_a_step_down [values],
+                observers_see_the_leader_and_the_vacancy [values],
+                observers_see_the_vacancy_after_a_dead_leader [values inspect],
+                a_lost_term_drops_the_work_and_begins_a_new_campaign [values inspect],
+                a_candidate_leads_after_a_dead_leader [values],
+                a_failed_campaign_is_retried_and_leaves_no_record [values],
+                a_failed_release_does_not_keep_the_role [values],
+                an_election_ends_when_its_registry_is_closed [values],
+                a_campaign_may_be_dropped_at_every_poll [values],
+            }
             loss {
                 a_holder_is_notified_when_its_claim_is_gone [],
                 a_lost_lock_stays_lost [],
@@ -474,6 +524,9 @@ macro_rules! need {
     };
     (permits) => {
         Need::Permits
+    };
+    (values) => {
+        Need::Values
     };
     (wakes) => {
         Need::Wakes

@@ -29,6 +29,8 @@ pub enum Need {
     Upgradable,
     /// [`Capabilities::permits`].
     Permits,
+    /// [`Capabilities::values`].
+    Values,
     /// [`Capabilities::wakes`].
     Wakes,
     /// [`Capabilities::reports_invalidations`].
@@ -51,7 +53,7 @@ pub enum Need {
 
 impl Need {
     /// All needs, in the order of their declaration.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Faithful,
         Self::Fencing,
         Self::Fair,
@@ -60,6 +62,7 @@ impl Need {
         Self::Shared,
         Self::Upgradable,
         Self::Permits,
+        Self::Values,
         Self::Wakes,
         Self::ReportsInvalidations,
         Self::Labels,
@@ -83,6 +86,7 @@ impl Need {
             Self::Shared => "shared",
             Self::Upgradable => "upgradable",
             Self::Permits => "permits",
+            Self::Values => "values",
             Self::Wakes => "wakes",
             Self::ReportsInvalidations => "reports_invalidations",
             Self::Labels => "labels",
@@ -112,6 +116,7 @@ impl Need {
             Self::Shared => Some(capabilities.shared),
             Self::Upgradable => Some(capabilities.upgradable),
             Self::Permits => Some(capabilities.permits),
+            Self::Values => Some(capabilities.values),
             Self::Wakes => Some(capabilities.wakes),
             Self::ReportsInvalidations => Some(capabilities.reports_invalidations),
             Self::Labels => Some(capabilities.labels),

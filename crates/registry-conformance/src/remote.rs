@@ -37,8 +37,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
-    InvalidKey, Key, LockAdmin, LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
+    Holder, InvalidKey, Key, LockAdmin, LockBackend, Release, Renewal, ValueRead, ValueStore,
+    ValueWrite,
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -206,6 +207,10 @@ impl LockBackend for RemoteBackend {
         self.local.admin().map(|_| self as &dyn LockAdmin)
     }
 
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.local.values().map(|_| self as &dyn ValueStore)
+    }
+
     async fn close(&self) {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         // A process that has ended needs no closing.
@@ -231,6 +236,22 @@ impl LockAdmin for RemoteBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.request(BackendRequest::Diagnose).await
+    }
+}
+
+#[async_trait]
+impl ValueStore for RemoteBackend {
+    async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
+        self.request(BackendRequest::Value(key.clone())).await
+    }
+
+    async fn set_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: &[u8],
+    ) -> Result<ValueWrite, BackendError> {
+        self.request(BackendRequest::SetValue(claim.clone(), token, value.to_vec())).await
     }
 }
 

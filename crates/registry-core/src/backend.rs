@@ -19,6 +19,7 @@ use crate::fencing::FencingToken;
 use crate::invalidation::Invalidations;
 use crate::key::{InvalidKey, Key};
 use crate::mode::ClaimMode;
+use crate::value::ValueStore;
 
 /// A lock store.
 ///
@@ -53,7 +54,8 @@ use crate::mode::ClaimMode;
 /// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
-/// no [`LockBatch`], nothing to close. A backend that wraps another one must forward all eleven;
+/// no [`LockBatch`], no [`ValueStore`], nothing to close. A backend that wraps another one must
+/// forward all twelve;
 /// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
@@ -169,6 +171,13 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Returns the requests for several keys, if the store has any. The default is `None`: the
     /// engine then sends one request per key. The result never changes.
     fn batch(&self) -> Option<&dyn LockBatch> {
+        None
+    }
+
+    /// Returns the value blocks of the store, if it has any. The default is `None`.
+    ///
+    /// The result never changes. If it is `None`, [`Capabilities::values`] is false.
+    fn values(&self) -> Option<&dyn ValueStore> {
         None
     }
 

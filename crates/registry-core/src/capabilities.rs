@@ -97,6 +97,8 @@ pub struct Capabilities {
     pub upgradable: bool,
     /// The store grants [permits](ClaimMode::Permits).
     pub permits: bool,
+    /// The store keeps a [value block](crate::LockValue) for each key.
+    pub values: bool,
     /// The poll interval of other programs that share these records, if they poll. The engine then
     /// waits longer before it acquires a contended lock again, so that these programs find it free.
     pub peer_poll: Option<Duration>,
@@ -205,6 +207,7 @@ impl Capabilities {
             shared: false,
             upgradable: false,
             permits: false,
+            values: false,
             peer_poll: None,
             labels: false,
             inspect: false,
@@ -274,6 +277,14 @@ impl Capabilities {
         self
     }
 
+    /// Sets [`values`](Self::values): [`LockBackend::values`](crate::LockBackend::values) returns
+    /// a [`ValueStore`](crate::ValueStore).
+    #[must_use]
+    pub const fn with_values(mut self) -> Self {
+        self.values = true;
+        self
+    }
+
     /// Sets [`peer_poll`](Self::peer_poll): programs other than this library share these records
     /// and poll at this interval.
     #[must_use]
@@ -338,6 +349,7 @@ impl Capabilities {
             shared: self.shared && other.shared,
             upgradable: self.upgradable && other.upgradable,
             permits: self.permits && other.permits,
+            values: self.values && other.values,
             peer_poll: self.peer_poll.max(other.peer_poll),
             labels: self.labels && other.labels,
             inspect: self.inspect && other.inspect,

@@ -1,4 +1,4 @@
-//! Changes of a held lock's mode: upgrade and downgrade, without a release in between.
+//! Changes the mode of a held lock: upgrade and downgrade. The lock stays held.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,16 +11,17 @@ use crate::error::{LockError, LostReason};
 use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
+use crate::release::{PendingRelease, release_in_background};
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released
-    /// theirs, and blocks new ones meanwhile. The lock stays held while this waits.
+    /// the key, and blocks new ones meanwhile. The lock stays held while this waits.
     ///
-    /// The new token is larger than those of all readers before.
+    /// The new token is larger than those of all earlier readers.
     ///
     /// # Errors
     /// [`LockError::InvalidConversion`] if the lock is not
-    /// [upgradable](crate::DistributedLock::upgradable), or has other guards.
+    /// [upgradable](crate::DistributedLock::upgradable), or if it has other guards.
     /// [`LockError::Lost`] if the lock was lost. [`LockError::Backend`] for a store error that a
     /// retry cannot resolve. After an error, the lock is released.
     ///
@@ -28,7 +29,7 @@ impl LockGuard {
     /// If the future is dropped, the lock is released in the background.
     pub async fn upgrade(self) -> Result<Self, LockError> {
         let key = self.key().to_owned();
-        let upgraded = self.convert_by(ClaimMode::Exclusive, None).await?;
+        let upgraded = self.convert_until(ClaimMode::Exclusive, None).await?;
         // Without a deadline, the wait ends only with a guard or an error.
         upgraded.map_err(|_| LockError::Lost { key, reason: LostReason::Gone })
     }
@@ -42,24 +43,23 @@ impl LockGuard {
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).
     pub async fn try_upgrade_for(self, wait: Duration) -> Result<Result<Self, Self>, LockError> {
-        self.convert_by(ClaimMode::Exclusive, Some(Moment::now().after(wait))).await
+        self.convert_until(ClaimMode::Exclusive, Some(Moment::now().after(wait))).await
     }
 
-    /// Makes this lock shared, without a release in between. The token stays the same.
+    /// Makes this lock shared. The lock stays held, and the token stays the same.
     ///
     /// # Errors
-    /// [`LockError::InvalidConversion`] if the lock is neither exclusive nor upgradable, or has
-    /// other guards. [`LockError::Unsupported`] if the store has no upgradable locks. Otherwise as
-    /// [`upgrade`](Self::upgrade).
+    /// [`LockError::InvalidConversion`] if the lock is neither exclusive nor upgradable, or if it
+    /// has other guards. [`LockError::Unsupported`] if the store has no upgradable locks. Otherwise
+    /// as [`upgrade`](Self::upgrade).
     ///
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).
     pub async fn downgrade(self) -> Result<Self, LockError> {
-        self.weaken(ClaimMode::Shared).await
+        self.downgrade_to(ClaimMode::Shared).await
     }
 
-    /// Makes this exclusive lock upgradable, without a release in between. The token stays the
-    /// same.
+    /// Makes this exclusive lock upgradable. The lock stays held, and the token stays the same.
     ///
     /// # Errors
     /// As [`downgrade`](Self::downgrade).
@@ -67,18 +67,18 @@ impl LockGuard {
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).
     pub async fn downgrade_to_upgradable(self) -> Result<Self, LockError> {
-        self.weaken(ClaimMode::Upgradable).await
+        self.downgrade_to(ClaimMode::Upgradable).await
     }
 
-    async fn weaken(self, to: ClaimMode) -> Result<Self, LockError> {
-        match self.convert_by(to, None).await? {
+    async fn downgrade_to(self, to: ClaimMode) -> Result<Self, LockError> {
+        match self.convert_until(to, None).await? {
             Ok(guard) | Err(guard) => Ok(guard),
         }
     }
 
     /// Tries to convert the lock until `deadline`. After the deadline, returns the unchanged guard
     /// in the inner error.
-    async fn convert_by(
+    async fn convert_until(
         self,
         to: ClaimMode,
         deadline: Option<Moment>,
@@ -88,8 +88,8 @@ impl LockGuard {
     }
 }
 
-/// A guard whose lock is being converted. No caller can re-enter the lock meanwhile. The drop
-/// releases the lock.
+/// A guard whose lock is being converted. No caller can re-enter the lock meanwhile. Dropping this
+/// value releases the lock.
 struct Conversion {
     hold: Option<Arc<Hold>>,
     to: ClaimMode,
@@ -112,12 +112,12 @@ impl Conversion {
                     return Ok(Self { hold: Some(hold), to });
                 }
                 let guard = LockGuard::new(hold);
-                return Err(invalid(&guard, to, "it has other guards; drop them first"));
+                return Err(invalid(&guard, to, "the lock has other guards; drop them first"));
             }
             (Shared, Exclusive) => {
-                "two shared holders would wait for each other; acquire it as upgradable"
+                "two shared holders would deadlock; acquire the lock as upgradable"
             }
-            _ => "the lock has another mode; check `mode()`",
+            _ => "no such conversion exists; check `mode()`",
         };
         Err(invalid(&guard, to, problem))
     }
@@ -158,8 +158,8 @@ impl Conversion {
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
                     let before = self.hold.take().expect("the hold is here until now");
                     // After a hand-over, the token of the hold is not the first of its grant.
-                    let is_same = granted.token == grant.first_token();
-                    let token = if is_same { before.token() } else { granted.token };
+                    let keeps_token = granted.token == grant.first_token();
+                    let token = if keeps_token { before.token() } else { granted.token };
                     let guard = Hold::first_guard(converted, token, before.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
                     before.succeed_by(guard.hold());
@@ -174,7 +174,7 @@ impl Conversion {
                 Ok(Attempt::Busy(busy)) => {
                     failures = 0;
                     if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
-                        return self.give_up().await;
+                        return self.withdraw_upgrade().await;
                     }
                     let wait =
                         wait_for_attempt(&engine, deadline, claim.clone(), busy, waits_since);
@@ -187,6 +187,10 @@ impl Conversion {
                 }
                 Ok(Attempt::Gone) => {
                     grant.lose(LostReason::Gone);
+                    // A late request of an earlier upgrade may have converted the grant. The grant
+                    // then still exists in the store.
+                    let claim = grant.claim_to_release();
+                    release_in_background(PendingRelease::new(engine, claim));
                     return Err(lost_error(&key, LostReason::Gone));
                 }
                 Err(error) => error,
@@ -208,7 +212,7 @@ impl Conversion {
 
     /// Withdraws the upgrade in the store, so that it blocks no new readers. Returns the guard
     /// unchanged.
-    async fn give_up(self) -> Result<Result<LockGuard, LockGuard>, LockError> {
+    async fn withdraw_upgrade(self) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
         let engine = grant.engine();
         let claim = grant.claim_to_renew();

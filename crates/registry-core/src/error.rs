@@ -22,8 +22,8 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break` or
-        /// `diagnose`.
+        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break`,
+        /// `diagnose`, `read the value` or `write the value`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,
@@ -82,6 +82,15 @@ pub enum LockError {
         /// The problem, and how to correct it.
         problem: &'static str,
     },
+    /// The value block of the key contains something else than the operation expects. Use another
+    /// key.
+    #[non_exhaustive]
+    ForeignValue {
+        /// The key.
+        key: String,
+        /// What the operation expects.
+        expected: &'static str,
+    },
     /// The owner holds the key in a mode that excludes the requested one, so the acquisition would
     /// wait for itself. Nothing was sent to the store.
     #[non_exhaustive]
@@ -135,14 +144,18 @@ impl fmt::Display for LockError {
             ),
             Self::OtherUnits { key, stated, held } => write!(
                 f,
-                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held};                  use the same number, or resize it"
+                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held}; use the same number, or resize it"
+            ),
+            Self::ForeignValue { key, expected } => write!(
+                f,
+                "the value block of {key:?} is not {expected}; use another key for it"
             ),
             Self::InvalidConversion { key, from, to, problem } => {
                 write!(f, "convert on {key:?} from {from} to {to} failed: {problem}")
             }
             Self::HeldByOwner { key, held } => write!(
                 f,
-                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it                  first, or acquire it as upgradable and upgrade"
+                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it first, or acquire it as upgradable and upgrade"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(
@@ -233,6 +246,28 @@ impl InvalidOption {
         let problem =
             format!("is longer than {} bytes; shorten it", crate::LockOptions::LABEL_BYTES_MAX);
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn value_too_long(bytes: usize, max: usize) -> Self {
+        let problem = format!("is longer than {max} bytes; store a reference");
+        Self { option: "value", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn value_of_mode(mode: ClaimMode) -> Self {
+        let problem = "is not the mode of a holder that writes the value; acquire the lock with `lock`, or upgrade it";
+        Self { option: "mode", given: mode.name().to_owned(), problem: problem.into() }
+    }
+
+    pub(crate) fn data_too_long(bytes: usize, max: usize) -> Self {
+        let problem = format!("is longer than {max} bytes; store a reference");
+        Self { option: "data", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn tick_name(name: &str, max: usize) -> Self {
+        let problem =
+            format!("is longer than {max} bytes or contains a line break; use another name");
+        let given = name.chars().take(80).collect();
+        Self { option: "tick", given, problem: problem.into() }
     }
 
     pub(crate) fn no_keys() -> Self {

@@ -2,9 +2,11 @@
 
 use std::future::Future;
 
+use crate::election::Election;
 use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::multi::MultiLock;
+use crate::once::Job;
 use crate::options::LockOptions;
 use crate::registry::LockRegistry;
 use crate::semaphore::Semaphore;
@@ -21,6 +23,19 @@ pub trait LockRegistryExt: LockRegistry {
     #[must_use]
     fn obtain_all<K: AsRef<str>>(&self, keys: impl IntoIterator<Item = K>) -> MultiLock {
         MultiLock::new(keys.into_iter().map(|key| self.obtain(key.as_ref())).collect())
+    }
+
+    /// Returns the job of this name, which runs once per tick of a schedule, over all processes. No
+    /// I/O. The name is the key of its lock and of its value block.
+    fn once(&self, job: &str) -> Job {
+        Job::new(self.obtain(job))
+    }
+
+    /// Returns a candidate for the role of this name, which at most one candidate has at a time,
+    /// over all processes. No I/O. The name is the key of its lock and of its value block.
+    #[must_use]
+    fn election(&self, role: &str) -> Election {
+        Election::new(self.obtain(role))
     }
 
     /// Acquires the lock of `key`, runs `work`, and releases the lock.

@@ -62,6 +62,7 @@ struct Started {
     /// The number of used tokens of the block, without the first.
     hand_overs: u32,
     fenced: bool,
+    min_hold_end: Moment,
 }
 
 struct GrantState {
@@ -80,6 +81,8 @@ struct GrantState {
     fenced: bool,
     /// The store reported in the phase `Ending` that the claim is gone.
     gone_while_ending: bool,
+    /// `PAST` without a `min_hold`.
+    min_hold_end: Moment,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,12 +105,9 @@ impl ActiveGrant {
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
-        let mut lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
+        let lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((permit, claim, options)));
-        }
-        if let Some(after) = permit.local_lock().engine().verify_after() {
-            lease.schedule_first_verification(now.after(after));
         }
         permit.on_granted(now);
         let started = Started {
@@ -118,6 +118,11 @@ impl ActiveGrant {
             epoch_at_send,
             hand_overs: 0,
             fenced: false,
+            min_hold_end: if options.min_hold.is_zero() {
+                Moment::PAST
+            } else {
+                now.after(options.min_hold)
+            },
         };
         Ok(Self::begin(started, Some(permit), claim, options, granted.token, lease))
     }
@@ -135,7 +140,9 @@ impl ActiveGrant {
         if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
-        let (permit, lease_length, hand_overs, fenced) = {
+        let mut options = ClaimOptions::clone(&self.options);
+        options.mode = claim.mode();
+        let (permit, hand_overs, fenced, min_hold_end) = {
             let mut state = self.state();
             match state.phase {
                 GrantPhase::Held => state.phase = GrantPhase::Ending,
@@ -143,11 +150,9 @@ impl ActiveGrant {
                 GrantPhase::Ending => return Err(LostReason::Gone),
             }
             self.cancel_timer(&mut state);
-            (state.permit.take(), state.lease.length(), state.hand_overs, state.fenced)
+            options.lease.length = state.lease.length();
+            (state.permit.take(), state.hand_overs, state.fenced, state.min_hold_end)
         };
-        let mut options = ClaimOptions::clone(&self.options);
-        options.mode = claim.mode();
-        options.lease.length = lease_length;
         // The hold began with this grant.
         let held_for = now.since(self.granted_at);
         let lease_options = LeaseOptions {
@@ -164,6 +169,7 @@ impl ActiveGrant {
             // A weaker mode keeps the block of tokens, of which some may have been used.
             hand_overs: if granted.token == self.first_token { hand_overs } else { 0 },
             fenced,
+            min_hold_end,
         };
         let grant = Self::begin(started, permit, claim, Arc::new(options), granted.token, lease);
         self.engine().active_grants.leave();
@@ -177,7 +183,7 @@ impl ActiveGrant {
         claim: Claim,
         options: Arc<ClaimOptions>,
         first_token: FencingToken,
-        lease: Lease,
+        mut lease: Lease,
     ) -> Arc<Self> {
         let Started {
             local_lock,
@@ -187,8 +193,12 @@ impl ActiveGrant {
             epoch_at_send,
             hand_overs,
             fenced,
+            min_hold_end,
         } = started;
         let now = Moment::now_coarse();
+        if let Some(after) = local_lock.engine().verify_after() {
+            lease.schedule_first_verification(now.after(after));
+        }
         let grant = Arc::new(Self {
             claim,
             options,
@@ -208,6 +218,7 @@ impl ActiveGrant {
                 holds: 1,
                 fenced,
                 gone_while_ending: false,
+                min_hold_end,
             }),
             local_lock,
         });
@@ -491,7 +502,9 @@ impl ActiveGrant {
             && self.options.lease.max_hold.is_none()
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
-            && held_for >= self.options.min_hold
+            // The `min_hold` of the receiver would begin with this grant.
+            && self.options.min_hold.is_zero()
+            && now >= state.min_hold_end
             // If less than a third of the lease remains, renewals have failed, and the receiver
             // would soon lose the lock.
             && self.valid_until().since(now) > self.options.lease.length / 3
@@ -531,10 +544,15 @@ impl ActiveGrant {
 
     /// Returns the remaining time of `min_hold`.
     pub(crate) fn min_hold_left(&self) -> Duration {
-        if self.options.min_hold.is_zero() {
-            return Duration::ZERO;
-        }
-        self.granted_at.after(self.options.min_hold).since(Moment::now())
+        let end = self.state().min_hold_end;
+        if end == Moment::PAST { Duration::ZERO } else { end.since(Moment::now()) }
+    }
+
+    /// Begins a `min_hold` now. An earlier one is not shortened.
+    pub(crate) fn begin_min_hold(&self, min_hold: Duration) {
+        let end = Moment::now().after(min_hold);
+        let mut state = self.state();
+        state.min_hold_end = state.min_hold_end.max(end);
     }
 
     /// Returns the length of a lease of this claim.

@@ -107,45 +107,7 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping the future has no effect. A later call returns the same reason.
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
-        let mut hold = Arc::clone(self.hold());
-        async move {
-            loop {
-                let successor = {
-                    let notification = hold.grant().loss_notification();
-                    tokio::pin!(notification);
-                    // Enabled before the check; a loss in between would be missed otherwise.
-                    notification.as_mut().enable();
-                    hold.grant().register_loss_waiter();
-                    match hold.state() {
-                        HoldState::Lost(reason) => return reason,
-                        HoldState::Released => match hold.successor() {
-                            Some(successor) => successor,
-                            None => break,
-                        },
-                        HoldState::Held => {
-                            // The lease renewer notifies of a loss. The deadline covers the case
-                            // that the renewer's runtime has shut down.
-                            let deadline = hold.grant().valid_until();
-                            // The task that detects the loss calls this task's waker. A panic of
-                            // the waker must not end that task.
-                            with_panic_safe_waker(async {
-                                tokio::select! {
-                                    biased;
-                                    () = &mut notification => {}
-                                    () = hold.grant().engine().sleep_until(deadline) => {}
-                                }
-                            })
-                            .await;
-                            continue;
-                        }
-                    }
-                };
-                hold = successor;
-            }
-            // After the release, a pending future must not keep the local lock alive.
-            drop(hold);
-            std::future::pending().await
-        }
+        Arc::clone(self.hold()).lost()
     }
 
     /// Runs `work` while the lock is held. If the lock is lost first, drops `work` at its current
@@ -638,6 +600,49 @@ impl Hold {
             end_state: AtomicU8::new(HoldState::Held.code()),
             successor: OnceLock::new(),
         }))
+    }
+
+    /// Waits until the lock is lost; see [`LockGuard::lost`].
+    pub(crate) fn lost(self: Arc<Self>) -> impl Future<Output = LostReason> + Send + 'static {
+        let mut hold = self;
+        async move {
+            loop {
+                let successor = {
+                    let notification = hold.grant().loss_notification();
+                    tokio::pin!(notification);
+                    // Enabled before the check; a loss in between would be missed otherwise.
+                    notification.as_mut().enable();
+                    hold.grant().register_loss_waiter();
+                    match hold.state() {
+                        HoldState::Lost(reason) => return reason,
+                        HoldState::Released => match hold.successor() {
+                            Some(successor) => successor,
+                            None => break,
+                        },
+                        HoldState::Held => {
+                            // The lease renewer notifies of a loss. The deadline covers the case
+                            // that the renewer's runtime has shut down.
+                            let deadline = hold.grant().valid_until();
+                            // The task that detects the loss calls this task's waker. A panic of
+                            // the waker must not end that task.
+                            with_panic_safe_waker(async {
+                                tokio::select! {
+                                    biased;
+                                    () = &mut notification => {}
+                                    () = hold.grant().engine().sleep_until(deadline) => {}
+                                }
+                            })
+                            .await;
+                            continue;
+                        }
+                    }
+                };
+                hold = successor;
+            }
+            // After the release, a pending future must not keep the local lock alive.
+            drop(hold);
+            std::future::pending().await
+        }
     }
 
     pub(crate) fn grant(&self) -> &Arc<ActiveGrant> {

@@ -32,6 +32,10 @@ mod guard;
 mod conversion;
 mod semaphore;
 mod multi;
+mod value;
+mod value_access;
+pub mod once;
+pub mod election;
 mod min_hold;
 mod release;
 // Background tasks and shared infrastructure.
@@ -106,4 +110,5 @@ pub use record::{InvalidRecord, LockRecord, NewGrant, RecordChange, RecordEntry}
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;
 pub use semaphore::Semaphore;
+pub use value::{LockValue, ValueRead, ValueStore, ValueWrite};
 pub use waiters::{Waiter, Waiters};

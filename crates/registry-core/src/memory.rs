@@ -25,6 +25,7 @@ use crate::key::Key;
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::record::{LockRecord, RecordEntry};
+use crate::value::{LockValue, ValueRead, ValueStore, ValueWrite};
 
 /// A lock store in the memory of this process. Clones are the same store.
 ///
@@ -49,6 +50,7 @@ struct Records {
     /// next removal.
     grants: AtomicU64,
     sweep_after: AtomicU64,
+    values: DashMap<Key, LockValue>,
     /// The registries over this store.
     registries: InvalidationSet,
 }
@@ -238,6 +240,7 @@ impl LockBackend for MemoryBackend {
             .with_shared()
             .with_upgradable()
             .with_permits()
+            .with_values()
             .with_fair_on_request()
             .with_wakes()
             .with_invalidations()
@@ -308,6 +311,49 @@ impl LockBackend for MemoryBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl ValueStore for MemoryBackend {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "schedules are stated in wall-clock time; nothing ends at it"
+    )]
+    async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
+        let value = self.0.values.get(key).map(|value| value.clone());
+        Ok(ValueRead::new(value).with_now(std::time::SystemTime::now()))
+    }
+
+    async fn set_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: &[u8],
+    ) -> Result<ValueWrite, BackendError> {
+        let now = Moment::now();
+        // The record stays locked until the value is written.
+        let record = self.0.held.get(claim.key());
+        let is_held = record.as_ref().is_some_and(|record| match &**record {
+            MemoryRecord::Exclusive(grant) => grant.claim == claim.id() && grant.is_live(now),
+            MemoryRecord::Several(several) => {
+                several.record.is_held_exclusively(claim, micros(now))
+            }
+        });
+        if !is_held {
+            return Ok(ValueWrite::NotHeld);
+        }
+        Ok(match self.0.values.entry(claim.key().clone()) {
+            Entry::Occupied(stored) if stored.get().token > token => ValueWrite::NotHeld,
+            entry => {
+                entry.insert(LockValue::new(value.to_vec(), token));
+                ValueWrite::Written
+            }
+        })
     }
 }
 

@@ -12,9 +12,9 @@ pub enum ClaimMode {
     Exclusive,
     /// Any number of shared claims, and one upgradable claim.
     Shared,
-    /// Any number of shared claims. Can be converted to exclusive without a release in between.
+    /// Any number of shared claims. The lock stays held while it is converted to exclusive.
     Upgradable,
-    /// Other permits, as long as not more than `of` units are taken in all.
+    /// Other permits, as long as all permits together take at most `of` units.
     Permits {
         /// The units that this claim takes, at least one and at most `of`.
         take: u32,
@@ -24,22 +24,22 @@ pub enum ClaimMode {
 }
 
 impl ClaimMode {
-    /// Returns whether one claim of each mode may hold a key together. For permits, this also
-    /// checks that the units of the two fit.
+    /// Returns whether two claims of these modes may hold one key at the same time. For permits,
+    /// also checks that their units together do not exceed `of`.
     #[must_use]
     pub fn is_compatible(self, other: Self) -> bool {
         match (self, other) {
             (Self::Shared, Self::Shared | Self::Upgradable) | (Self::Upgradable, Self::Shared) => {
                 true
             }
-            (Self::Permits { take, of }, Self::Permits { take: others, of: other_of }) => {
-                of == other_of && take.saturating_add(others) <= of
+            (Self::Permits { take, of }, Self::Permits { take: other_take, of: other_of }) => {
+                of == other_of && take.saturating_add(other_take) <= of
             }
             _ => false,
         }
     }
 
-    /// Returns the units that a claim of this mode takes. Zero if the mode is not `Permits`.
+    /// Returns the number of units that a claim of this mode takes. Zero if it is not `Permits`.
     #[must_use]
     pub fn units(self) -> u32 {
         match self {

@@ -1,4 +1,4 @@
-//! One lock of several keys. It holds all keys or none, and it holds none while it waits.
+//! Acquires several keys together: all of them or none. Holds none of them while it waits.
 
 use std::fmt;
 use std::future::Future;
@@ -15,18 +15,19 @@ use crate::fencing::FencingToken;
 use crate::guard::{LockGuard, unlock_all};
 use crate::local_lock::LocalLock;
 use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::LockOptions;
 
-/// How often the pause between two rounds is doubled.
+/// The maximum number of times that the pause between two rounds is doubled.
 const PAUSE_DOUBLINGS_MAX: u32 = 2;
 
 /// A lock of several keys, which are acquired together.
 ///
 /// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
 /// busy, it releases the others, waits for the busy key, and tries again. Callers that use the keys
-/// in any order therefore cannot wait for each other in a circle. Each key remains a lock of its
-/// own, which [`obtain`](crate::LockRegistry::obtain) also acquires.
+/// in any order therefore cannot deadlock. Each key is the same lock that
+/// [`obtain`](crate::LockRegistry::obtain) returns.
 #[derive(Clone)]
 pub struct MultiLock {
     locks: Vec<DistributedLock>,
@@ -47,11 +48,11 @@ impl MultiLock {
     /// Acquires all keys, waiting without a time limit.
     ///
     /// # Errors
-    /// As [`DistributedLock::lock`], for any of the keys. [`LockError::InvalidOption`] without
-    /// keys.
+    /// As [`DistributedLock::lock`], for any of the keys. [`LockError::InvalidOption`] if there are
+    /// no keys.
     ///
     /// # Cancel safety
-    /// As [`DistributedLock::lock`]: what was acquired is released in the background.
+    /// As [`DistributedLock::lock`]: the keys acquired so far are released in the background.
     ///
     /// # Panics
     /// As [`DistributedLock::lock`].
@@ -84,8 +85,8 @@ impl MultiLock {
         self.try_lock_with(LockOptions::new()).await
     }
 
-    /// Acquires all keys, waiting at most `wait`. Returns `Ok(None)` if they were not free together
-    /// until the deadline.
+    /// Acquires all keys, waiting at most `wait`. Returns `Ok(None)` if it could not acquire all of
+    /// them before the deadline.
     ///
     /// # Errors
     /// As [`lock`](Self::lock) and [`DistributedLock::try_lock_for`].
@@ -100,7 +101,7 @@ impl MultiLock {
     }
 
     /// Acquires all keys with `options`, which apply to each key. One deadline covers all keys.
-    /// Without [`LockOptions::wait`], it waits without a time limit.
+    /// Without [`LockOptions::wait`], waits without a time limit.
     ///
     /// # Errors
     /// As [`lock`](Self::lock) and [`DistributedLock::lock_with`].
@@ -122,8 +123,8 @@ impl MultiLock {
         }
     }
 
-    /// Acquires all keys with `options`. Without a wait, it tries once. Returns `Ok(None)` if the
-    /// keys were not free together in time.
+    /// Acquires all keys with `options`. Without [`LockOptions::wait`], tries once. Returns
+    /// `Ok(None)` if it could not acquire all of them before the deadline.
     ///
     /// # Errors
     /// As [`lock_with`](Self::lock_with).
@@ -142,23 +143,34 @@ impl MultiLock {
     }
 
     async fn acquire(&self, options: &LockOptions) -> Result<Option<MultiGuard>, LockError> {
-        if self.locks.is_empty() {
+        let Some(first) = self.locks.first() else {
             return Err(InvalidOption::no_keys().into());
-        }
+        };
+        first.local_lock()?.engine().claim_options(options, ClaimMode::Exclusive)?;
+        // A failed round releases its keys at once. The `min_hold` begins with the guard.
+        let min_hold = options.min_hold;
+        let options = &LockOptions { min_hold: None, ..options.clone() };
         let deadline = options.limited_wait().map(|wait| Moment::now().after(wait));
-        // The key that was waited for.
-        let mut kept: Vec<LockGuard> = Vec::new();
+        // The guard of the key that the previous round waited for.
+        let mut waited_for: Vec<LockGuard> = Vec::new();
         let mut rounds = 0;
-        // Ends with all keys, at the deadline, or with an error.
+        // Ends when all keys are held, at the deadline, or with an error.
         loop {
-            let mut guards = std::mem::take(&mut kept);
+            let mut guards = std::mem::take(&mut waited_for);
             let busy = self.try_others(options, &mut guards).await?;
-            let Some(busy) = busy else {
+            // A key may be lost while the others are acquired.
+            let is_lost = |lock: &&DistributedLock| {
+                guards.iter().any(|it| it.key() == lock.key() && !it.is_held())
+            };
+            let Some(busy) = busy.or_else(|| self.locks.iter().find(is_lost)) else {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
+                if let Some(min_hold) = min_hold {
+                    guards.iter().for_each(|guard| guard.hold().grant().begin_min_hold(min_hold));
+                }
                 return Ok(Some(MultiGuard { guards }));
             };
             if mutated(Mutant::HalfOfKeysKept) {
-                kept.extend(guards.pop());
+                waited_for.extend(guards.pop());
             }
             // The lock holds no key while it waits.
             _ = unlock_all(guards).await;
@@ -173,8 +185,8 @@ impl MultiLock {
                 }
             };
             if rounds > 0 {
-                // Two callers that made each other's attempts fail then retry at different times. A
-                // longer pause would let other callers overtake this one again and again.
+                // Two callers whose attempts failed because of each other then retry at different
+                // times. During a longer pause, other callers would overtake this one repeatedly.
                 let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
                 sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
@@ -186,7 +198,7 @@ impl MultiLock {
                 Some(_) => busy.try_lock_with(wait_options).await?,
             };
             let Some(guard) = guard else { return Ok(None) };
-            kept.push(guard);
+            waited_for.push(guard);
         }
     }
 
@@ -235,14 +247,14 @@ impl fmt::Debug for MultiLock {
     }
 }
 
-/// The guard of several keys, from a [`MultiLock`]. Each key has its own lease, token and loss.
+/// The guard of several keys, from a [`MultiLock`]. Each key has its own lease and token.
 #[must_use = "the locks are released as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct MultiGuard {
     guards: Vec<LockGuard>,
 }
 
-/// Makes a guard of one key a guard of several keys.
+/// Creates a `MultiGuard` with one key.
 impl From<LockGuard> for MultiGuard {
     fn from(guard: LockGuard) -> Self {
         Self { guards: vec![guard] }
@@ -312,7 +324,7 @@ impl MultiGuard {
     /// Releases all keys, and waits for the outcome of each.
     ///
     /// # Errors
-    /// The first error of [`LockGuard::unlock`]. The other keys are released nevertheless.
+    /// The first error of [`LockGuard::unlock`]. The other keys are released too.
     ///
     /// # Cancel safety
     /// As [`LockGuard::unlock`].

@@ -1,4 +1,4 @@
-//! The remote half of an acquisition: a claim that the store may or may not know yet, and its
+//! The remote half of an acquisition: a claim that may or may not have reached the store, and its
 //! clean-up.
 //!
 //! The clean-up is armed before the first request is sent. If a [`PendingClaim`] is dropped while a
@@ -39,7 +39,7 @@ pub(crate) enum AttemptOutcome {
     Unknown,
 }
 
-/// A claim that competes for a key in the store. A process has at most one per key.
+/// A claim that competes for a key in the store. A registry has at most one per key.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     /// Present until a grant is confirmed or this is dropped.
@@ -92,8 +92,9 @@ impl PendingClaim {
     ///
     /// The in-process store responds at once, so its callers need no timer and no suspension.
     ///
-    /// A backend must not repeat the request. The first one could reach the store after the release
-    /// of the second, and the engine releases late grants only of attempts that it has counted.
+    /// A backend must not repeat the request. Its first request could reach the store after the
+    /// second one was released, and the engine releases late grants only of attempts that it
+    /// counted.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between
         // send and reply; counting from the reply would let us trust a lease that is already over.
@@ -152,10 +153,10 @@ impl PendingClaim {
         true
     }
 
-    /// Returns `outcome` if [`send`](Self::send) had a response. Otherwise waits for the response,
-    /// at most for the operation time-out.
+    /// Returns `outcome` if [`send`](Self::send) returned one. Otherwise waits for the response, at
+    /// most for the operation time-out.
     ///
-    /// If the connection had broken while idle, this repeats the request once. The first poll must
+    /// If the connection broke while it was idle, repeats the request once. The first poll must
     /// be within the same poll of the same task as `send`.
     ///
     /// # Errors
@@ -218,10 +219,10 @@ impl PendingClaim {
         AttemptOutcome::Responded(self.sent_at, response)
     }
 
-    /// Turns this into an active grant.
+    /// Converts this to an active grant.
     ///
-    /// If the lease was over before the response arrived, this returns the error case: the claim is
-    /// released in the background, and a new claim continues with the same local permit.
+    /// If the lease ended before the response arrived, returns `Err` with a new claim that has the
+    /// same local permit. The old claim is released in the background.
     pub(crate) fn confirm(
         mut self,
         granted: Grant,
@@ -248,7 +249,8 @@ impl PendingClaim {
             });
             Box::new(Self::new(permit, fresh, options))
         });
-        // After the new state is counted, so that closing always counts this caller at least once.
+        // Only after the grant or the new claim is counted, so that `close` always counts this
+        // caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
             Err(late) => late.engine().pending_claims.leave(),
@@ -256,8 +258,8 @@ impl PendingClaim {
         confirmed
     }
 
-    /// If the request has no response, passes its claim to the background releaser and continues
-    /// with a new claim. Only a request with a response may be repeated with the same id.
+    /// If the request has no response, passes its claim to the background releaser and replaces it
+    /// by a new claim. Only a request with a response may be repeated with the same id.
     pub(crate) fn replace_unresolved(&mut self, fresh: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
@@ -356,7 +358,7 @@ async fn attempt_all(
     }
 }
 
-/// Waits for the response to a request whose caller is gone, and releases a grant.
+/// Waits for the response to a request whose caller was dropped, and releases the claim.
 async fn finish_and_release(
     call: CallFuture<Result<Attempt, BackendError>>,
     mut pending_release: PendingRelease,

@@ -1,10 +1,11 @@
-//! Grants in a queue whose claims have several modes. For stores with a queue of their own.
+//! Decides which claims in a store's queue hold the key. For stores that have a queue. Uses no
+//! clock and no I/O.
 //!
-//! A claim is granted by its position: it holds the key if it is compatible with all entries before
-//! it, whether they are granted or wait. Entries are only appended, so a granted claim stays
-//! granted until its entry is removed or changes its mode. No clock and no I/O.
+//! A claim holds the key if it is compatible with all entries before it, whether they are granted
+//! or wait. Entries are only appended, so a granted claim stays granted until its entry is removed
+//! or changes its mode.
 //!
-//! An upgrade appends a further entry to the queue, the request, which blocks later claims. Once no
+//! An upgrade appends an upgrade request to the queue, which blocks later claims. Once no
 //! other claim holds the key, the store makes the upgradable claim exclusive. The same atomic step
 //! checks that the entry of [`UpgradePosition::Free`] still exists.
 
@@ -13,9 +14,9 @@ use crate::mutant::{Mutant, mutated};
 
 /// An entry in the queue of one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "an entry is a claim or asks to upgrade one")]
+#[expect(clippy::exhaustive_enums, reason = "an entry is a claim or a request to upgrade one")]
 pub enum QueuedEntry {
-    /// A claim that holds the key or waits for it, in its present mode.
+    /// A claim that holds the key or waits for it, in its current mode.
     Claim(ClaimMode),
     /// The request to upgrade a claim that holds the key. Blocks all entries behind it.
     UpgradeRequest,
@@ -27,17 +28,17 @@ pub enum QueuedEntry {
 pub enum QueuePosition {
     /// The claim holds the key.
     Granted,
-    /// The claim waits. The entry with this index is the nearest entry that blocks the claim. It
-    /// blocks the claim until the entry is removed or changes its mode.
+    /// The claim waits. The last entry that blocks it has this index, and blocks it until that
+    /// entry is removed or changes its mode.
     Behind(usize),
-    /// The claim waits for units. The end of any entry before it may free enough.
+    /// The claim waits for units. The removal of any entry before it may free enough.
     TooFewUnits,
-    /// The permits that are held state this number of units, and the claim states another number.
-    /// The claim must leave the queue.
+    /// The held permits state this number of units, and the claim states another number. The
+    /// claim's entry must be removed.
     OtherUnits(u32),
 }
 
-/// The position of an upgrade.
+/// Whether an upgrade can be granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "an upgrade waits or does not")]
 pub enum UpgradePosition {
@@ -45,7 +46,8 @@ pub enum UpgradePosition {
     Free(usize),
     /// Other claims hold the key too. The last of them has this index.
     Behind(usize),
-    /// The queue contains no entry that blocks new readers. The request must be added first.
+    /// The queue contains no entry that blocks new readers. The upgrade request must be added
+    /// first.
     NoRequest,
 }
 
@@ -72,7 +74,7 @@ pub fn queue_position(before: &[QueuedEntry], mode: ClaimMode) -> QueuePosition 
     }
 }
 
-/// Returns for each entry, first entry first, whether it holds the key.
+/// Returns whether each entry holds the key, in the order of `entries`.
 #[must_use]
 pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
     let mut summary = Summary::default();
@@ -90,7 +92,7 @@ pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
 /// Returns the position of an upgrade of the upgradable claim with the index `own`, which holds the
 /// key.
 ///
-/// A reader that waits does not delay the upgrade: it will also wait for the upgraded claim.
+/// A waiting reader does not delay the upgrade: it waits for the upgraded claim too.
 #[must_use]
 pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition {
     let granted = granted_entries(entries);
@@ -104,7 +106,7 @@ pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition 
     }
     let blocks_readers = |index: &usize| *index != own && entries[*index].blocks(ClaimMode::Shared);
     match (0..entries.len()).find(blocks_readers) {
-        Some(guard) => UpgradePosition::Free(guard),
+        Some(blocking) => UpgradePosition::Free(blocking),
         None => UpgradePosition::NoRequest,
     }
 }
@@ -128,9 +130,10 @@ struct Summary {
     exclusive: bool,
     shared: bool,
     upgradable: bool,
-    /// The number of all units, as the first permit states it.
+    /// The number of units that the first permit states.
     of: Option<u32>,
-    has_other_of: bool,
+    /// A later permit states another number.
+    units_differ: bool,
     taken: u64,
 }
 
@@ -144,7 +147,7 @@ impl Summary {
             ClaimMode::Permits { take, of } => {
                 !self.shared
                     && !self.upgradable
-                    && !self.has_other_of
+                    && !self.units_differ
                     && self.of.is_none_or(|other| other == of)
                     && (self.taken + u64::from(take) <= u64::from(of)
                         || mutated(Mutant::QueuedUnitsNotSummed))
@@ -160,7 +163,7 @@ impl Summary {
             QueuedEntry::Claim(ClaimMode::Shared) => self.shared = true,
             QueuedEntry::Claim(ClaimMode::Upgradable) => self.upgradable = true,
             QueuedEntry::Claim(ClaimMode::Permits { take, of }) => {
-                self.has_other_of |= *self.of.get_or_insert(of) != of;
+                self.units_differ |= *self.of.get_or_insert(of) != of;
                 self.taken += u64::from(take);
             }
         }
@@ -282,10 +285,12 @@ mod tests {
         for queue in all_queues() {
             let granted = granted_entries(&queue);
             for own in (0..queue.len()).filter(|own| queue[*own] == U && granted[*own]) {
-                let UpgradePosition::Free(guard) = upgrade_position(&queue, own) else { continue };
+                let UpgradePosition::Free(blocking) = upgrade_position(&queue, own) else {
+                    continue;
+                };
                 for leaving in 0..1_u32 << queue.len() {
                     let stays = |index: usize| leaving & (1 << index) == 0;
-                    if !stays(own) || !stays(guard) {
+                    if !stays(own) || !stays(blocking) {
                         continue;
                     }
                     // Before and after the claim becomes exclusive.

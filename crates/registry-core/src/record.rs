@@ -1,8 +1,8 @@
 //! The record of one key that several claims can hold: which claims are granted, which claims wait,
 //! and what a request changes.
 //!
-//! A state machine without clock and I/O. Stores that keep one record per key decide with it; they
-//! load the record, call one method, and write the record back in the same atomic step. Times are
+//! A state machine without clock and I/O. Stores that keep one record per key use it: they load the
+//! record, call one method, and write the record back in the same atomic step. Times are
 //! microseconds on the store's clock.
 
 use std::sync::Arc;
@@ -25,15 +25,15 @@ pub struct LockRecord {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordChange {
-    /// Nothing. The attempt has this response.
+    /// The store writes nothing. This is the response to the attempt.
     Nothing(Attempt),
-    /// This record, if the stored one has not changed. The attempt then has this response.
+    /// This record, if the stored one has not changed. This is then the response to the attempt.
     Replace(LockRecord, Attempt),
     /// A record with a new grant, if the stored one has not changed.
     Grant(NewGrant),
 }
 
-/// The text of a record with a new grant, for a store that reads its clock and takes the token in
+/// The text of a record with a new grant, for a store that reads its clock and creates the token in
 /// the same step. The text is `before`, `id_and_mode`, `until`, `since`, 16 zeros, the token,
 /// `rest`, and `after`. See [`LockRecord::to_text`] for the fields.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub struct RecordEntry {
     pub token_block: u32,
     /// The time of the grant, or of the arrival in the queue.
     pub since: u64,
-    /// The end of the lease, or the time when the place in the queue lapses.
+    /// The end of the lease, or the time at which the place in the queue expires.
     pub until: u64,
     /// The time until which an upgrade of this grant blocks new shared claims. Zero without an
     /// upgrade.
@@ -96,15 +96,15 @@ impl RecordEntry {
 
     /// Returns whether the lease, or the place in the queue, has not ended.
     fn is_live(&self, now: u64) -> bool {
-        let outlives = match self.mode {
+        let is_kept_by_mutant = match self.mode {
             _ if !self.is_granted() => mutated(Mutant::LapsedPlaceKept),
             ClaimMode::Permits { .. } => mutated(Mutant::UnitsOfDeadHolderKept),
             _ => false,
         };
-        now < self.until || outlives
+        now < self.until || is_kept_by_mutant
     }
 
-    /// Returns this grant as operators see it.
+    /// Returns this grant as [`LockAdmin`](crate::LockAdmin) reports it.
     fn holder(&self, key: &Key, now: u64) -> Holder {
         Holder::new(key.clone())
             .with_mode(self.mode)
@@ -168,7 +168,7 @@ impl LockRecord {
         text
     }
 
-    /// Removes the entries whose lease or place in the queue has ended. Returns whether it has
+    /// Removes the entries whose lease or place in the queue has expired. Returns whether it
     /// removed any.
     pub fn remove_expired(&mut self, now: u64) -> bool {
         let before = self.entries.len();
@@ -212,9 +212,9 @@ impl LockRecord {
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
     }
 
-    /// Returns whether a store need not write this record after a busy attempt of `claim`: it is
-    /// like `before`, or only the expiry of the claim's place is later, which an earlier attempt
-    /// has extended recently.
+    /// Returns whether a store can skip the write of this record after a busy attempt of `claim`:
+    /// it equals `before`, or it differs only in the expiry of the claim's place or upgrade, and
+    /// `before` has a recent expiry.
     #[must_use]
     pub fn need_not_replace(&self, before: &Self, claim: &Claim, now: u64) -> bool {
         let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
@@ -242,7 +242,7 @@ impl LockRecord {
         let mut is_new = false;
         let attempt = self.acquire(claim, now, || {
             is_new = true;
-            // The store takes the token.
+            // A placeholder: the store creates the token.
             Ok::<_, std::convert::Infallible>(FencingToken::MAX)
         });
         let Ok(attempt) = attempt;
@@ -266,6 +266,14 @@ impl LockRecord {
             return self.has_other_grant(claim, now);
         }
         self.busy(claim, now).is_some()
+    }
+
+    /// Returns whether `claim` holds the key exclusively.
+    #[must_use]
+    pub fn is_held_exclusively(&self, claim: &Claim, now: u64) -> bool {
+        let ours = |entry: &RecordEntry| entry.id == claim.id() && entry.is_granted();
+        let is_exclusive = |entry: &RecordEntry| entry.mode == ClaimMode::Exclusive;
+        self.entries.iter().any(|it| ours(it) && is_exclusive(it) && now < it.until)
     }
 
     /// Extends the lease of the grant of `claim`.
@@ -295,7 +303,7 @@ impl LockRecord {
         }
     }
 
-    /// Removes all grants, and leaves the claims that wait. Returns `Freed` if the lease of a grant
+    /// Removes all grants, and keeps the waiting claims. Returns `Freed` if the lease of a grant
     /// had not ended.
     pub fn force_release(&mut self, now: u64) -> Release {
         let is_live = |entry: &RecordEntry| entry.is_granted() && now < entry.until;
@@ -413,7 +421,7 @@ impl LockRecord {
         let is_late = claim.converted_token().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
-            // The request is late: the grant was upgraded since, and its holder relies on the mode.
+            // The request is late: the grant was upgraded since, and its holder relies on that.
             _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
@@ -435,7 +443,7 @@ impl LockRecord {
                 });
                 return Ok(Attempt::Busy(busy.with_place()));
             }
-            // No other conversion exists: two shared claims that become stronger would deadlock.
+            // No other conversion exists: two shared claims that are upgraded would deadlock.
             _ => return Ok(Attempt::Gone),
         }
         entry.mode = claim.mode();
@@ -488,7 +496,7 @@ mod text {
             self.entries.iter().map(RecordEntry::to_text).collect()
         }
 
-        /// Reads the text of a record.
+        /// Parses the text of a record.
         ///
         /// # Errors
         /// [`InvalidRecord`] if it is not what [`to_text`](Self::to_text) returns.
@@ -504,7 +512,7 @@ mod text {
     }
 
     impl LockRecord {
-        /// Returns the text around the fields that a store fills in for the entry `own`.
+        /// Returns the text before and after the fields that a store fills in for the entry `own`.
         pub(super) fn new_grant(&self, own: usize, until_of_others: u64) -> NewGrant {
             let text = |entries: &[RecordEntry]| entries.iter().map(RecordEntry::to_text).collect();
             let entry = self.entries[own].to_text();
@@ -541,7 +549,7 @@ mod text {
             )
         }
 
-        /// Reads an entry without its `;`.
+        /// Parses an entry without its `;`.
         fn parse(text: &str) -> Option<Self> {
             let mut rest = text;
             let mut field = |width: usize| {
@@ -596,9 +604,9 @@ mod text {
     }
 }
 
-/// The error of a text that is not a record.
+/// The text is not a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not the record of a lock; another program may have changed it")]
+#[error("this text is not the record of a lock; another program may have changed it")]
 #[non_exhaustive]
 pub struct InvalidRecord;
 

@@ -12,13 +12,13 @@ use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
 use crate::options::LockOptions;
 
-/// A semaphore: a key of a registry with a number of units, of which each permit takes some.
+/// A semaphore: a key with a number of units. Each permit takes some of them.
 ///
 /// Each guard is one permit with its own lease, token and loss notification. The units of a process
-/// that crashed return when its leases end. Cloning is cheap.
+/// that crashed become free when its leases end. Cloning is cheap.
 ///
-/// All semaphores of a key must state the same number of units. If permits are held that state
-/// another number, an acquisition returns [`LockError::OtherUnits`].
+/// All semaphores of a key must state the same number of units. While permits that state another
+/// number are held, an acquisition returns [`LockError::OtherUnits`].
 #[derive(Clone)]
 pub struct Semaphore {
     lock: DistributedLock,
@@ -36,7 +36,7 @@ impl Semaphore {
         self.lock.key()
     }
 
-    /// Returns the units of the semaphore.
+    /// Returns the number of units of the semaphore.
     #[must_use]
     pub fn units(&self) -> u32 {
         self.units.load(Ordering::Acquire)
@@ -45,8 +45,8 @@ impl Semaphore {
     /// Takes one unit, waiting without a time limit.
     ///
     /// # Errors
-    /// As [`DistributedLock::lock`]. [`LockError::OtherUnits`] if the permits that are held state
-    /// another number of units. [`LockError::Unsupported`] if the store has no permits, before any
+    /// As [`DistributedLock::lock`]. [`LockError::OtherUnits`] if the held permits state another
+    /// number of units. [`LockError::Unsupported`] if the store has no permits, before any
     /// I/O.
     ///
     /// # Cancel safety
@@ -73,8 +73,8 @@ impl Semaphore {
     /// Takes `take` units together, waiting without a time limit.
     ///
     /// # Errors
-    /// As [`acquire`](Self::acquire). [`LockError::InvalidOption`] if `take` is zero or more than
-    /// all units, before any I/O.
+    /// As [`acquire`](Self::acquire). [`LockError::InvalidOption`] if `take` is zero or larger than
+    /// [`units`](Self::units), before any I/O.
     ///
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
@@ -85,7 +85,7 @@ impl Semaphore {
         self.acquire_with(take, LockOptions::new()).await
     }
 
-    /// Takes `take` units with `options`. Without [`LockOptions::wait`], it waits without a time
+    /// Takes `take` units with `options`. Without [`LockOptions::wait`], waits without a time
     /// limit.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl Semaphore {
         self.try_acquire_with(take, LockOptions::new()).await
     }
 
-    /// Takes one unit, waiting at most `wait`. Returns `Ok(None)` if none was free until the
+    /// Takes one unit, waiting at most `wait`. Returns `Ok(None)` if it could take none before the
     /// deadline.
     ///
     /// # Errors
@@ -147,8 +147,8 @@ impl Semaphore {
         self.try_acquire_with(1, LockOptions::new().wait(wait)).await
     }
 
-    /// Takes `take` units with `options`. Without a wait, it tries once. Returns `Ok(None)` if the
-    /// units were not free in time.
+    /// Takes `take` units with `options`. Without [`LockOptions::wait`], tries once. Returns
+    /// `Ok(None)` if it could not take the units before the deadline.
     ///
     /// # Errors
     /// As [`acquire_many`](Self::acquire_many) and [`DistributedLock::try_lock_with`].
@@ -169,8 +169,8 @@ impl Semaphore {
     /// Changes the number of units of this semaphore and its clones. First acquires the exclusive
     /// lock of the key, so it waits until no permit is held.
     ///
-    /// Other processes must change their number too: as long as permits with one number are held,
-    /// an acquisition that states another one fails.
+    /// Other processes must change their number too: while permits with one number are held, an
+    /// acquisition with another number fails.
     ///
     /// # Errors
     /// As [`DistributedLock::lock`]. [`LockError::InvalidOption`] for zero units.

@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, Release, Renewal,
+    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore,
 };
 
 use crate::claims::ClaimCache;
@@ -93,7 +93,7 @@ impl EtcdBackend {
         self.config.namespace()
     }
 
-    fn with_address(&self, error: BackendError) -> BackendError {
+    pub(crate) fn with_address(&self, error: BackendError) -> BackendError {
         error.with_address(Arc::clone(&self.addresses))
     }
 
@@ -194,6 +194,10 @@ impl LockBackend for EtcdBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.capabilities().values.then_some(self)
     }
 
     async fn close(&self) {

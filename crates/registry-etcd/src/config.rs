@@ -345,7 +345,9 @@ impl BackendConfig for EtcdConfig {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network);
         let capabilities = match self.layout {
-            Layout::Native => capabilities.with_shared().with_upgradable().with_permits(),
+            Layout::Native => {
+                capabilities.with_shared().with_upgradable().with_permits().with_values()
+            }
             Layout::Etcdctl => capabilities,
         };
         capabilities

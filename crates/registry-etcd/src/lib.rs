@@ -38,6 +38,7 @@ mod claims;
 mod names;
 mod record;
 mod txn;
+mod values;
 mod lease;
 mod pool;
 mod tombstones;

@@ -1,7 +1,7 @@
 //! Shared claims, upgradable claims and permits: appends them to a queue, reads their position, and
 //! converts their modes. `queue` calls this module for all claims that are not exclusive.
 //!
-//! Every decision is made for one snapshot of the whole queue, by the rules of
+//! Each decision uses one snapshot of the whole queue, by the rules of
 //! [`registry_core::queue_position`].
 
 use registry_core::{
@@ -43,14 +43,23 @@ impl QueueSnapshot {
         self.entries.iter().position(is_entry)
     }
 
+    /// Returns the other entries that have a token smaller than `token`, each with its record
+    /// without the token.
+    fn without_tokens_before(&self, own: &KeyValue, token: i64) -> Vec<(&KeyValue, Vec<u8>)> {
+        let others = self.entries.iter().filter(|it| it.key != own.key);
+        let smaller = others.filter(|it| it.create_revision < token);
+        let records = smaller.filter_map(|it| Some((it, record::forget_token(it)?)));
+        records.take(TOKENS_REMOVED_MAX).collect()
+    }
+
     /// Returns the tombstones whose entries were deleted without a release, except that of `own`.
     fn lost_tombstones(&self, names: &KeyNames, own: &[u8]) -> Vec<KeyValue> {
-        let is_present = |tombstone: &&KeyValue| {
-            let has_tombstone =
+        let has_entry = |tombstone: &&KeyValue| {
+            let belongs_to =
                 |name: &[u8]| names.tombstone_name(name).as_ref() == Some(&tombstone.key);
-            has_tombstone(own) || self.entries.iter().any(|entry| has_tombstone(&entry.key))
+            belongs_to(own) || self.entries.iter().any(|entry| belongs_to(&entry.key))
         };
-        self.tombstones.iter().filter(|it| !is_present(it)).cloned().collect()
+        self.tombstones.iter().filter(|it| !has_entry(it)).cloned().collect()
     }
 }
 
@@ -124,7 +133,8 @@ impl EtcdBackend {
             }
             condition = match claim.mode() {
                 _ if entries.is_empty() => AppendIf::Empty,
-                // The word of these records hides the mode from the other conditions.
+                // The other conditions compare the first word of a record, which states the mode.
+                // In these records, it also states that the claim has no token.
                 _ if entries.iter().any(|it| EntryRecord::of(it).needs_token()) => {
                     AppendIf::UnchangedSince(results.header.revision)
                 }
@@ -194,7 +204,7 @@ impl EtcdBackend {
                 return self.withdraw(entry_guard, entry, busy).await;
             }
             QueuePosition::Behind(nearest) => {
-                // A downgrade of the predecessor lets readers in.
+                // After a downgrade of the predecessor, a reader may be granted.
                 let is_reader = matches!(mode, ClaimMode::Shared | ClaimMode::Upgradable);
                 let scope = if is_reader { WatchScope::Change } else { WatchScope::Deletion };
                 Some((nearest, scope))
@@ -214,7 +224,7 @@ impl EtcdBackend {
             return Ok(QueueStep::Done(Attempt::Busy(busy)));
         }
         if entry.lease.remaining() < claim.lease() / 2 {
-            // The leader has just changed. No majority has confirmed the extension of the lease.
+            // The leader has just changed, and no majority has confirmed the renewed lease.
             **entry_guard = Some(entry);
             return Ok(QueueStep::Retry);
         }
@@ -238,8 +248,8 @@ impl EtcdBackend {
         token.map(|token| QueueStep::Done(Attempt::Granted(Grant::new(token, lease))))
     }
 
-    /// Stores the token of a claim whose record has none, and which the last read found granted.
-    /// The caller reads the queue again, also if another attempt has stored a token.
+    /// Stores the token of a granted claim whose record has none. The caller then reads the queue
+    /// again, even if another attempt has stored a token.
     ///
     /// The token is the revision of the first write. Every earlier grant that excludes this one has
     /// ended before, so its token is smaller.
@@ -264,7 +274,7 @@ impl EtcdBackend {
         Ok(QueueStep::Retry)
     }
 
-    /// Removes the entry of a claim that cannot wait, and returns `busy`.
+    /// Removes the entry of a claim that states another number of units, and returns `busy`.
     async fn withdraw(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -346,7 +356,7 @@ impl EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {CONFLICTS_MAX} attempts, the queue changed before the lock was converted; retry"
+            "etcd: the queue changed during each of {CONFLICTS_MAX} attempts to convert the lock; retry"
         )))
     }
 
@@ -377,7 +387,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
-            // The request is late: the grant was upgraded since, and its holder relies on the mode.
+            // The request is late: the grant was upgraded since, and its holder relies on that.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -389,7 +399,7 @@ impl EtcdBackend {
                     None => self.request_upgrade(claim, entry, own_entry).await,
                 };
             }
-            // No other conversion exists: two shared claims that become stronger would deadlock.
+            // No other conversion exists: two shared claims that are upgraded would deadlock.
             _ => return Ok(Conversion::Gone),
         };
         let convert = txn::convert(own_entry, record, &[], request);
@@ -405,8 +415,8 @@ impl EtcdBackend {
         entry: &mut ClaimEntry,
         own_entry: &KeyValue,
     ) -> Result<Conversion, BackendError> {
-        if let Some(lapsed) = entry.upgrade.take() {
-            self.pool.revoke_later(lapsed.lease.id);
+        if let Some(expired) = entry.upgrade.take() {
+            self.pool.revoke_later(expired.lease.id);
         }
         let lease = self.pool.acquire(ttl_seconds(claim.lease())).await?;
         let queue = self.names.queue_prefix(claim.key());
@@ -428,7 +438,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Retry(None));
             }
             Err(failure) => {
-                // The revocation also makes the request fail if it arrives late.
+                // After the revocation, a late arrival of the request fails.
                 self.pool.revoke_later(lease_id);
                 return Err(failure.into_error());
             }
@@ -462,7 +472,7 @@ impl EtcdBackend {
             }
         };
         let mut old_reader = upgrade.reader.take();
-        // The request blocks new readers for one lease after this attempt.
+        // The upgrade request blocks new readers for one lease after this attempt.
         let status = self.ensure_lease(claim, &mut upgrade.lease).await;
         let upgrade = entry.upgrade.insert(upgrade);
         if status? == LeaseStatus::NotFound {
@@ -470,8 +480,8 @@ impl EtcdBackend {
             self.pool.clear();
             return Ok(Conversion::Retry(None));
         }
-        let guard = match upgrade_position(&modes(&snapshot.entries), own) {
-            UpgradePosition::Free(guard) => &snapshot.entries[guard],
+        let blocking = match upgrade_position(&modes(&snapshot.entries), own) {
+            UpgradePosition::Free(blocking) => &snapshot.entries[blocking],
             UpgradePosition::NoRequest => return Ok(Conversion::Retry(None)),
             UpgradePosition::Behind(reader) => {
                 let reader = &snapshot.entries[reader];
@@ -492,9 +502,17 @@ impl EtcdBackend {
             return Ok(Conversion::Retry(None));
         }
         let token = request.create_revision;
-        let record = record::convert(&snapshot.entries[own], ClaimMode::Exclusive, token);
-        let convert =
-            txn::convert(&snapshot.entries[own], record, &[request, guard], Some(request));
+        let own_entry = &snapshot.entries[own];
+        // Claims that began to wait while this claim was exclusive have tokens of their own. None
+        // of them is granted while `own_entry`, `request` and `blocking` exist.
+        let without_tokens = snapshot.without_tokens_before(own_entry, token);
+        if !without_tokens.is_empty() {
+            let replace = txn::replace_waiting(&without_tokens, &[own_entry, request, blocking]);
+            self.execute(replace).await.map_err(CallError::into_error)?;
+            return Ok(Conversion::Retry(None));
+        }
+        let record = record::convert(own_entry, ClaimMode::Exclusive, token);
+        let convert = txn::convert(own_entry, record, &[request, blocking], Some(request));
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
@@ -524,7 +542,7 @@ impl EtcdBackend {
             }
         }
         Err(BackendError::transient(
-            "etcd: the lease of the converted lock was not extended; retry",
+            "etcd: the lock was converted, but its lease was not renewed; retry",
         ))
     }
 }
@@ -542,19 +560,23 @@ enum Conversion {
     Retry(Option<QueueSnapshot>),
 }
 
-/// Returns the entries without their records.
+/// Returns the claim mode of each entry, or that it is an upgrade request.
 pub(crate) fn modes(entries: &[KeyValue]) -> Vec<QueuedEntry> {
     entries.iter().map(|entry| EntryRecord::of(entry).entry).collect()
 }
 
-/// Returns the granted ones of `entries`, which are all entries of a queue in the order of their
+/// Returns the granted entries. `entries` contains all entries of a queue in the order of their
 /// creation.
 pub(crate) fn granted(entries: Vec<KeyValue>) -> Vec<KeyValue> {
     let granted = granted_entries(&modes(&entries));
-    entries.into_iter().zip(granted).filter_map(|(entry, is)| is.then_some(entry)).collect()
+    entries
+        .into_iter()
+        .zip(granted)
+        .filter_map(|(entry, granted)| granted.then_some(entry))
+        .collect()
 }
 
-/// Returns the granted entries of a queue and all requests to upgrade one.
+/// Returns the granted entries and the upgrade requests of a queue.
 pub(crate) fn granted_or_upgrading(entries: Vec<KeyValue>) -> Vec<KeyValue> {
     let is_request = |entry: &KeyValue| EntryRecord::of(entry).entry == QueuedEntry::UpgradeRequest;
     let requests: Vec<_> = entries.iter().filter(|entry| is_request(entry)).cloned().collect();
@@ -585,5 +607,8 @@ fn mark_of(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
 
-/// The maximum number of attempts while other clients change the queue between a read and a write.
+/// The maximum number of tokens that one transaction removes. With three further comparisons, the
+/// transaction has fewer operations than the 128 that members allow by default.
+const TOKENS_REMOVED_MAX: usize = 100;
+/// The maximum number of attempts if other clients change the queue between a read and a write.
 const CONFLICTS_MAX: usize = 32;

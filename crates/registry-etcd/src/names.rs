@@ -5,8 +5,9 @@
 //! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, in hexadecimal |
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
-//! In the native layout, each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue. The
-//! etcdctl layout has no tombstones and escapes nothing.
+//! In the native layout, each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue, and
+//! the value block of a key is `NAMESPACE/KEY=value`. The etcdctl layout has neither, and escapes
+//! nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
 //! with another lock's name and a slash.
@@ -84,6 +85,15 @@ impl KeyNames {
         Some([&*self.tombstone_prefix(queue)?, lease].concat())
     }
 
+    /// Returns the name of the value block of `key`. It is outside of the queue and of the
+    /// tombstones: no key contains an unescaped `=`.
+    pub(crate) fn value_name(&self, key: &Key) -> Vec<u8> {
+        let mut name = self.queue_prefix(key);
+        name.pop();
+        name.extend_from_slice(b"=value");
+        name
+    }
+
     /// Refuses a key whose queue would be inside another lock's queue.
     pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Etcdctl && key.as_str().contains('/') {
@@ -151,6 +161,8 @@ mod tests {
             let key = key(&text);
             let entry = KeyNames::entry_name(&names.queue_prefix(&key), lease);
             prop_assert_eq!(names.parse_key(&entry), Some(key));
+            let value = names.value_name(&names.parse_key(&entry).unwrap());
+            prop_assert_eq!(names.parse_key(&value), None);
             let tombstone = names.tombstone_name(&entry).unwrap();
             prop_assert_eq!(names.parse_key(&tombstone), None);
             let has_prefix = tombstone.starts_with(names.prefix().as_bytes());

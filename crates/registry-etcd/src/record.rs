@@ -9,7 +9,8 @@
 //! `z` and one of `s`, `u`, `p` and `x` is the word of a claim that was enqueued behind an
 //! upgradable claim, until its grant. The upgradable claim may be upgraded meanwhile, and its token
 //! is then larger than the revision that created this key. The token is therefore taken at the
-//! grant.
+//! grant. An upgrade after a downgrade gives the same word to the claims that were enqueued before
+//! the downgrade.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -27,6 +28,18 @@ pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
 pub(crate) fn without_token(record: &[u8], mode: ClaimMode) -> Vec<u8> {
     let word: &[u8] = if mode == ClaimMode::Exclusive { b"zx " } else { b"z" };
     [word, record].concat()
+}
+
+/// Returns the record of the same waiting claim, whose token is taken at its grant. `None` if the
+/// entry belongs to another program, or has no token of its own.
+pub(crate) fn forget_token(entry: &KeyValue) -> Option<Vec<u8>> {
+    let EntryRecord { entry: queued, id, token, .. } = EntryRecord::of(entry);
+    match (queued, id) {
+        (QueuedEntry::Claim(mode), Some(_)) if token == entry.create_revision => {
+            Some(without_token(&entry.value, mode))
+        }
+        _ => None,
+    }
 }
 
 /// Returns the record of the request to upgrade a claim.

@@ -178,6 +178,22 @@ pub(crate) fn convert(
     TxnRequest { compare, success, failure: Vec::new() }
 }
 
+/// Replaces the records of these waiting entries, if none has changed and all `guards` exist.
+pub(crate) fn replace_waiting(
+    records: &[(&KeyValue, Vec<u8>)],
+    guards: &[&KeyValue],
+) -> TxnRequest {
+    let mut txn = TxnRequest::default();
+    let exists = |guard: &&KeyValue| compare_create_revision(&guard.key, guard.create_revision);
+    txn.compare.extend(guards.iter().map(exists));
+    for (entry, record) in records {
+        let one = convert(entry, record.clone(), &[], None);
+        txn.compare.extend(one.compare);
+        txn.success.extend(one.success);
+    }
+    txn
+}
+
 /// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if the queue
 /// has an upgradable claim that may be upgraded before this claim is granted, or an entry that was
 /// put behind one.

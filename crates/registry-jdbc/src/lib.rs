@@ -53,6 +53,8 @@ mod mysql;
 mod server;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 mod fence;
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
+mod run_in;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod lock_in;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
@@ -72,6 +74,8 @@ pub use mutant::{Mutant, switch_mutant};
 pub use mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "postgres")]
 pub use postgres::{PostgresBackend, PostgresConfig, StatementMode};
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
+pub use run_in::{RunIn, RunInError, TransactionRun};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use server::{
     CreateSchema, Encryption, RowLocksExhausted, SpringTable, SqlBackend, SqlMode, SqlServer,

@@ -9,9 +9,9 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, BatchAttempt, Busy, Capabilities, Claim, Finding, Grant, Holder,
-    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal,
-    RenewalPolicy, WakeCheck,
+    Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, FencingToken,
+    Finding, Grant, Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch,
+    Release, Renewal, RenewalPolicy, ValueRead, ValueStore, ValueWrite, WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -240,6 +240,10 @@ impl LockBackend for RedisBackend {
         }
     }
 
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.config.capabilities().values.then_some(self)
+    }
+
     async fn close(&self) {
         if !self.invalidations.registries().is_empty() {
             // Another registry still uses the connections of this backend.
@@ -335,6 +339,35 @@ impl LockAdmin for RedisBackend {
         }
         Ok(findings)
     }
+}
+
+#[async_trait]
+impl ValueStore for RedisBackend {
+    async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
+        match &*self.storage {
+            Storage::Single(store) => store.value(key).await,
+            Storage::Quorum(_) => Err(values_in_quorum()),
+        }
+        .map_err(|error| self.with_address(error))
+    }
+
+    async fn set_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: &[u8],
+    ) -> Result<ValueWrite, BackendError> {
+        match &*self.storage {
+            Storage::Single(store) => store.set_value(claim, token, value).await,
+            Storage::Quorum(_) => Err(values_in_quorum()),
+        }
+        .map_err(|error| self.with_address(error))
+    }
+}
+
+fn values_in_quorum() -> BackendError {
+    let message = "redis: the masters of a quorum share no data, so they have no value blocks";
+    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }
 
 impl fmt::Debug for RedisBackend {

@@ -887,6 +887,7 @@ impl BackendConfig for RedisConfig {
                     .with_shared()
                     .with_upgradable()
                     .with_permits()
+                    .with_values()
                     .with_fair_on_request();
             }
         }

@@ -36,6 +36,7 @@ mod names;
 mod slot;
 mod script;
 mod several;
+mod values;
 mod record;
 mod connections;
 mod listener;

@@ -84,6 +84,11 @@ impl RedisKeyNames {
         }
     }
 
+    /// Returns the key that stores the value block of `lock`. Only the native layout has values.
+    pub(crate) fn value_key(&self, lock: &str) -> String {
+        [lock, ":value"].concat()
+    }
+
     /// Returns the channel on which releases of `lock` are published.
     pub(crate) fn channel<'a>(&self, lock: &'a str) -> Cow<'a, str> {
         match self.layout {

@@ -31,6 +31,10 @@ pub(crate) struct Scripts {
     pub(crate) force_release: Script,
     /// Returns the holders of locks.
     pub(crate) inspect: Script,
+    /// Returns the value block of a lock.
+    pub(crate) value: Script,
+    /// Writes the value block of a lock that a claim holds.
+    pub(crate) set_value: Script,
     /// Stores the token that a majority has agreed on.
     pub(crate) store_token: Script,
     /// Releases a claim's grant if one quorum round wrote it, and publishes the release.
@@ -84,6 +88,8 @@ impl Scripts {
             )),
             force_release: script(include_str!("script/force_release.lua")),
             inspect: with_failure(include_str!("script/inspect.lua")),
+            value: Script::new(include_str!("script/value.lua").to_owned()),
+            set_value: script(include_str!("script/set_value.lua")),
             store_token: script(include_str!("script/store_token.lua")),
             withdraw: script(include_str!("script/withdraw.lua")),
         }

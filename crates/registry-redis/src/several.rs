@@ -29,7 +29,7 @@ pub(crate) struct StoredValue {
     now: u64,
     /// The sequence number of the last event that the listener had received before the read.
     event_seq: u64,
-    /// The key was not read. It is probably free.
+    /// The key was not read, and is assumed to be free.
     is_guess: bool,
 }
 
@@ -64,9 +64,8 @@ impl StoredValue {
         Self { value: Vec::new(), remaining_ms: -2, now: 0, event_seq, is_guess: true }
     }
 
-    /// Returns the end of an exclusive grant with this value, or `None` if the key has no expiry.
-    /// Returns a later time by [`EXPIRY_MARGIN`], within which the script that replaces the value
-    /// does not notice a renewal.
+    /// Returns the end of an exclusive grant plus [`EXPIRY_MARGIN`], or `None` if the key has no
+    /// expiry. The script that replaces the value does not detect a renewal within this margin.
     fn exclusive_end(&self) -> Option<u64> {
         parse_pttl(self.remaining_ms).map(|left| self.after(left + EXPIRY_MARGIN))
     }
@@ -75,7 +74,7 @@ impl StoredValue {
         self.now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// Returns the value of an exclusive grant's end that the script expects.
+    /// Returns the end of an exclusive grant that the script expects. Empty for any other value.
     fn expected_end(&self) -> String {
         if self.value.is_empty() || self.value.starts_with(PREFIX.as_bytes()) {
             return String::new();
@@ -105,7 +104,7 @@ impl StoredValue {
 }
 
 thread_local! {
-    /// The key of claims that are only converted to entries, which contain no key.
+    /// A placeholder key for claims that are only converted to entries. Entries contain no key.
     static PLACEHOLDER_KEY: registry_core::Key =
         registry_core::Key::new("-").expect("a key of one character is valid");
 }
@@ -117,7 +116,7 @@ pub(crate) fn parse_several(value: &[u8]) -> Result<Option<LockRecord>, BackendE
     record.map(Some).ok_or_else(|| {
         BackendError::new(
             BackendErrorKind::Protocol,
-            "redis: the record of the lock is damaged; break the lock to remove it",
+            "redis: the record of the lock is corrupt; break the lock to remove it",
         )
     })
 }
@@ -191,14 +190,16 @@ impl RedisStore {
                 Written::No(changed) => stored = Some(changed),
             }
         }
-        let message = format!("redis: {WRITE_ATTEMPTS_MAX} other changes of the lock interfered");
+        let message = format!(
+            "redis: other clients changed the lock during each of {WRITE_ATTEMPTS_MAX} attempts; retry"
+        );
         Err(BackendError::transient(message).as_refused())
     }
 
     async fn read_value(&self, lock: &str) -> Result<StoredValue, BackendError> {
         let event_seq = last_event_seq();
-        // The expected value `?` matches no value, so the script writes nothing and returns the
-        // current value.
+        // No key has the expected value `?`, so the script writes nothing and returns the current
+        // value.
         let call = self.scripts.replace_record.call([lock]).arg("?").arg("?").arg(1).arg("");
         match self.connections.run(self.slot(lock), &call).await? {
             Value::Array(parts) => StoredValue::parse(&parts, event_seq),
@@ -206,7 +207,7 @@ impl RedisStore {
         }
     }
 
-    /// Replaces the value that was `seen`.
+    /// Replaces the value `seen` by `record`, unless another client has changed it.
     async fn replace(
         &self,
         claim: &Claim,
@@ -224,8 +225,8 @@ impl RedisStore {
             call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1).arg(seen.expected_end());
         let is_granted = matches!(attempt, Attempt::Granted(_));
         if is_granted {
-            // This attempt is a conversion to a weaker mode, or withdraws an upgrade. Both may let
-            // other claims in, so the script publishes a release message.
+            // This attempt is a downgrade, or withdraws an upgrade. Other claims may then be
+            // granted, so the script publishes a release message.
             call = call
                 .arg(self.publish_command)
                 .arg(self.names.message(lock))
@@ -244,7 +245,8 @@ impl RedisStore {
         }
     }
 
-    /// Writes a record with a new grant in place of the value that was `seen`.
+    /// Replaces the value `seen` by a record with a new grant, unless another client has changed
+    /// it.
     async fn add_grant(
         &self,
         claim: &Claim,
@@ -294,16 +296,16 @@ pub(crate) enum AttemptResult {
 /// The outcome of a conditional write.
 enum Written {
     Yes(Attempt),
-    /// The value had changed to this.
+    /// Another client has changed the value to this one.
     No(StoredValue),
 }
 
-/// What distinguishes the record of several claims from that of an exclusive one.
+/// The prefix of a record of several claims. The record of an exclusive claim never has it.
 const PREFIX: &str = "+;";
-/// The number of changes by other clients after which an attempt fails.
+/// The maximum number of attempts if other clients change the value between a read and a write.
 const WRITE_ATTEMPTS_MAX: u32 = 100;
-/// The expiry of an exclusive grant may be later by this time than the script that replaces its
-/// value expects: times are rounded to milliseconds.
+/// The tolerance for the expiry of an exclusive grant in the script that replaces its value: times
+/// are rounded to milliseconds.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(3);
-/// The remaining lease of a key whose expiry another client has removed.
+/// The assumed remaining lease of a key whose expiry another client has removed.
 const WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);

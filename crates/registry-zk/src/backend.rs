@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend, format_time};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, Release, Renewal, WakeCheck,
+    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore, WakeCheck,
 };
 
 use crate::config::{ZkConfig, lease_max, misconfigured};
@@ -26,8 +26,9 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
 /// session.
 ///
-/// The token is the transaction that created the holder's node, or after an upgrade the request to
-/// upgrade it. Tokens grow as long as the servers keep their data.
+/// The token is the transaction that created the holder's node. The token of an upgraded claim is
+/// the transaction of the upgrade, and that of a claim that waited meanwhile is a later one. Tokens
+/// grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
@@ -225,6 +226,10 @@ impl LockBackend for ZkBackend {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.capabilities().values.then_some(self)
     }
 
     async fn close(&self) {

@@ -408,6 +408,11 @@ impl ZkConfig {
         self.layout == Layout::Native || self.has_curator_modes()
     }
 
+    /// Returns whether a client of this layout may upgrade a lock, and so writes the lock's node.
+    pub(crate) fn has_upgrades(&self) -> bool {
+        self.layout == Layout::Native
+    }
+
     /// Returns whether the naming is that of a recipe with modes in Curator.
     fn has_curator_modes(&self) -> bool {
         matches!(self.naming, Naming::CuratorReadWrite | Naming::CuratorSemaphore)
@@ -681,7 +686,7 @@ impl BackendConfig for ZkConfig {
         let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
         let capabilities = match self.layout {
             Layout::Native if self.may_write() => {
-                capabilities.with_shared().with_permits().with_upgradable()
+                capabilities.with_shared().with_permits().with_upgradable().with_values()
             }
             Layout::Native => capabilities.with_shared().with_permits(),
             Layout::Curator => match self.naming {

@@ -1,10 +1,11 @@
 //! Changes the mode of a held claim: upgrade and downgrade. `recipe` grants and ends claims.
 //!
-//! The data of the claim's node states the new mode. A transaction writes it, on the condition that
-//! nothing else has changed the data. An upgrade first creates a further node of the claim, the
-//! request, which blocks all claims behind it. The transaction that makes the claim exclusive
-//! checks that the request and the node that blocks new readers still exist, and deletes the
-//! request. The transaction that created the request is the token of the upgraded claim.
+//! The data of the claim's node states the new mode. A transaction writes it if the data has not
+//! changed. An upgrade first creates a second node of the claim, the upgrade request, which blocks
+//! all claims behind it. The transaction that makes the claim exclusive checks that the request and
+//! the node that blocks new readers still exist, and deletes the request. The id of this
+//! transaction is the token of the upgraded claim. The transaction also writes the lock's node: see
+//! `later_token`.
 
 use std::sync::Arc;
 
@@ -12,13 +13,14 @@ use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
     QueuedEntry, UpgradePosition, upgrade_position,
 };
-use zookeeper_client::{Error, MultiWriteError, MultiWriteResult};
+use zookeeper_client::{Error, MultiWriteResult};
 
 use crate::error::{is_refused, to_backend_error};
+use crate::later_token::LOCK_DATA;
 use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
 use crate::node_data::{NodeMode, decode_mode, encode_node_data};
 use crate::nodes::{
-    CreatedNode, create_sequential, delete, fencing_token, negative_transaction,
+    CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction,
     read_children_after_confirmation, sort_contenders,
 };
 use crate::queue::{claim_nodes, named_entry, node_bytes, node_prefix};
@@ -34,7 +36,7 @@ pub(crate) async fn convert(
     sessions: &SessionPool,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    // The grant of a claim without an entry has ended with its session.
+    // A claim without an entry lost its grant when its session ended.
     let Some((session, entry)) = sessions.find_entry(claim.id()) else { return Ok(Attempt::Gone) };
     if entry.key != *claim.key() {
         return Ok(Attempt::Gone);
@@ -59,10 +61,10 @@ pub(crate) async fn convert(
 
 /// The result of a conversion.
 enum Conversion {
-    /// The claim has the mode.
+    /// The claim has the requested mode.
     Done,
     Busy(Busy),
-    /// The claim is not granted, or was converted otherwise.
+    /// The claim is not granted, was upgraded since, or cannot be converted to this mode.
     Gone,
     /// Another client has deleted the node of the claim.
     Lost,
@@ -88,14 +90,13 @@ async fn run_conversion(
         let is_done = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {
                 delete_upgrade_request(session, state).await?;
-                return own_node_exists(session, state).await;
+                return verify_own_node(session, state).await;
             }
-            // An upgrade came first, and its holder relies on the mode that it was granted.
+            // The request is late: the grant was upgraded since, and its holder relies on that.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
-                let converted = NodeMode { mode: claim.mode(), token };
-                write_mode(session, state, claim, converted, None).await?
+                write_mode(session, entry, state, claim, ModeWrite::Downgrade { token }).await?
             }
             (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
                 match upgrade(session, entry, state, claim).await? {
@@ -104,7 +105,7 @@ async fn run_conversion(
                     Upgrade::Busy(busy) => return Ok(Conversion::Busy(busy)),
                 }
             }
-            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            // No other conversion exists: two shared claims that are upgraded would deadlock.
             _ => return Ok(Conversion::Gone),
         };
         if is_done {
@@ -112,7 +113,7 @@ async fn run_conversion(
         }
     }
     Err(BackendError::transient(format!(
-        "zookeeper: in {CONFLICTS_MAX} attempts, the queue changed or the connection broke before the lock was converted; retry"
+        "zookeeper: the queue changed or the connection broke during each of {CONFLICTS_MAX} attempts to convert the lock; retry"
     )))
 }
 
@@ -141,7 +142,7 @@ async fn upgrade(
             if is_blocked_as_before(session, upgrade.reader.as_ref()).await? {
                 return Ok(Upgrade::Busy(Busy::new().with_place()));
             }
-            read_children_or_empty(session, entry).await?
+            read_children_or_empty(session, entry).await?.names
         }
     };
     let children = exclude_missing_on_majority(state, children);
@@ -153,7 +154,7 @@ async fn upgrade(
     let (Some(own), Some(request)) =
         (queue.position_of(node.name()), queue.position_of(name_of(&upgrade.path)))
     else {
-        // The resolution detects which of the two was deleted.
+        // `resolve_conversion` detects which of the two was deleted.
         state.is_conversion_unresolved = true;
         return Ok(Upgrade::Retry);
     };
@@ -164,8 +165,8 @@ async fn upgrade(
         _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),
         _ => named_entry(name),
     });
-    let guard = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
-        UpgradePosition::Free(guard) => guard,
+    let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
+        UpgradePosition::Free(blocking) => blocking,
         UpgradePosition::NoRequest => return Ok(Upgrade::Retry),
         UpgradePosition::Behind(reader) => {
             let dir = &entry.dir;
@@ -188,22 +189,21 @@ async fn upgrade(
             }));
         }
     };
-    if guard != request && queue.is_sequence_exhausted() {
-        // The check of the other node would not detect that it was replaced by one of the same
-        // name.
+    if blocking != request && queue.is_sequence_exhausted() {
+        // The transaction would not detect that this node was replaced by one of the same name.
         let message = format!(
             "zookeeper: the lock cannot be upgraded while other claims wait, because the sequence numbers of {} are exhausted; delete this node while the lock is free",
             entry.dir
         );
         return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
     }
-    let converted = NodeMode { mode: ClaimMode::Exclusive, token: upgrade.czxid };
-    let guard = format!("{}/{}", entry.dir, names[guard]);
-    let is_done = write_mode(session, state, claim, converted, Some(&guard)).await?;
+    let must_exist = format!("{}/{}", entry.dir, names[blocking]);
+    let write = ModeWrite::Upgrade { must_exist: &must_exist };
+    let is_done = write_mode(session, entry, state, claim, write).await?;
     Ok(if is_done { Upgrade::Done } else { Upgrade::Retry })
 }
 
-/// Creates the request to upgrade the claim. Returns the children of the lock's node after that, or
+/// Creates the request to upgrade the claim. Returns the children that the lock's node then has, or
 /// `None` if the caller must try again.
 async fn request_upgrade(
     session: &Arc<ZkSession>,
@@ -224,7 +224,8 @@ async fn request_upgrade(
             state.is_conversion_unresolved = false;
             state.upgrade = Some(UpgradeRequest { path, czxid, reader: None });
             let listed = listed?;
-            listed.map(Some).map_err(|error| to_backend_error(&error).as_unknown())
+            let names = listed.map(|listed| Some(listed.names));
+            names.map_err(|error| to_backend_error(&error).as_unknown())
         }
         // The next attempt detects whether the request or the node of the claim exists.
         Err(Error::NoNode | Error::ConnectionLoss) => Ok(None),
@@ -235,24 +236,38 @@ async fn request_upgrade(
     }
 }
 
-/// Writes the mode of the claim into the data of its node, and deletes its request to be upgraded.
-/// Changes nothing unless the node of the path `guard` exists. Returns false if the caller must try
-/// again.
+/// A change of the mode of a held claim.
+#[derive(Clone, Copy)]
+enum ModeWrite<'a> {
+    /// The claim keeps this token.
+    Downgrade { token: i64 },
+    /// Changes nothing unless the node with the path `must_exist` exists. The token is the id of
+    /// the transaction.
+    Upgrade { must_exist: &'a str },
+}
+
+/// Writes the mode of the claim into the data of its node, and deletes its upgrade request.
+/// Returns false if the caller must try again.
 async fn write_mode(
     session: &ZkSession,
+    entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-    converted: NodeMode,
-    guard: Option<&str>,
+    write: ModeWrite<'_>,
 ) -> Result<bool, BackendError> {
     let Some(node) = &mut state.node else { return Ok(false) };
-    let data = encode_node_data(claim, Some(converted.mode), Some(converted.token));
+    let kept_token = match write {
+        ModeWrite::Downgrade { token } => Some(token),
+        ModeWrite::Upgrade { .. } => None,
+    };
+    let data = encode_node_data(claim, Some(claim.mode()), kept_token);
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
         writer.add_set_data(&node.path, &data, Some(node.version))?;
-        if let Some(guard) = guard {
-            writer.add_check_version(guard, ANY_VERSION)?;
+        if let ModeWrite::Upgrade { must_exist } = write {
+            writer.add_check_version(must_exist, ANY_VERSION)?;
+            writer.add_set_data(&entry.dir, LOCK_DATA, None)?;
         }
         match &state.upgrade {
             Some(upgrade) => writer.add_delete(&upgrade.path, None),
@@ -264,39 +279,31 @@ async fn write_mode(
     state.own_watch = None;
     state.is_conversion_unresolved = true;
     let sent_at = Moment::now();
-    let committed = async {
-        match writer.commit().await {
-            Ok(results) => Ok(Ok(results)),
-            Err(MultiWriteError::OperationFailed { source, .. }) => Ok(Err(source)),
-            Err(MultiWriteError::RequestFailed { source }) => Err(source),
-        }
-    };
-    let error = match session.with_request_timeout(committed).await? {
-        Ok(Ok(results)) => {
+    let error = match commit(session, writer).await? {
+        Ok(results) => {
             let Some(MultiWriteResult::SetData { stat }) = results.first() else {
                 return Ok(false);
             };
             node.version = stat.version;
-            node.mode = converted;
+            let token = kept_token.unwrap_or(stat.mzxid);
+            node.mode = NodeMode { mode: claim.mode(), token };
             state.upgrade = None;
             state.is_conversion_unresolved = false;
             session.record_majority_response(sent_at);
             return Ok(true);
         }
-        // The resolution detects what has changed.
-        Ok(Err(Error::NoNode | Error::BadVersion)) | Err(Error::ConnectionLoss) => {
-            return Ok(false);
-        }
-        Ok(Err(error)) | Err(error) => error,
+        // `resolve_conversion` detects what has changed.
+        Err(Error::NoNode | Error::BadVersion | Error::ConnectionLoss) => return Ok(false),
+        Err(error) => error,
     };
     state.is_conversion_unresolved = !is_refused(&error);
     Err(to_backend_error(&error))
 }
 
-/// Determines whether the request to upgrade the claim exists, after a request of the conversion
-/// whose outcome is unknown.
+/// Determines whether the upgrade request of the claim exists, after a conversion whose outcome is
+/// unknown.
 ///
-/// See `recipe::resolve_creation` for why the outcome cannot change afterwards.
+/// `recipe::resolve_creation` states why the outcome cannot change afterwards.
 pub(crate) async fn resolve_upgrade_request(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -344,7 +351,7 @@ pub(crate) async fn resolve_conversion(
         let read = session.with_request_timeout(session.client().get_data(&node.path)).await?;
         match read {
             Ok((data, stat)) if stat.czxid == node.czxid => {
-                let Some(mode) = decode_mode(name_of(&node.path), &data, stat.czxid) else {
+                let Some(mode) = decode_mode(name_of(&node.path), &data, &stat) else {
                     let message = format!(
                         "zookeeper: another program has replaced the data of {}, which states the mode of the lock; release the lock",
                         node.path
@@ -373,8 +380,8 @@ pub(crate) async fn delete_upgrade_request(
     Ok(())
 }
 
-/// Returns whether the node of a claim that already has the requested mode exists.
-async fn own_node_exists(
+/// Returns `Done` if the node of a claim that already has the requested mode exists, else `Lost`.
+async fn verify_own_node(
     session: &ZkSession,
     state: &ClaimState,
 ) -> Result<Conversion, BackendError> {
@@ -390,7 +397,7 @@ async fn own_node_exists(
     Ok(if exists { Conversion::Done } else { Conversion::Lost })
 }
 
-/// Returns the grant of a converted claim. Its lease never becomes shorter.
+/// Returns the grant of a converted claim. Does not shorten its lease.
 fn grant_converted(
     session: &ZkSession,
     state: &mut ClaimState,
@@ -406,7 +413,7 @@ fn grant_converted(
     Ok(Attempt::Granted(Grant::new(token, lease)))
 }
 
-/// The version that every node has.
+/// The version argument that matches every version of a node.
 const ANY_VERSION: i32 = -1;
-/// The maximum number of attempts while the queue changes between a read and a write.
+/// The maximum number of attempts if the queue changes between a read and a write.
 const CONFLICTS_MAX: usize = 32;

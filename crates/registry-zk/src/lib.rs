@@ -16,9 +16,9 @@
 //! Integration uses. [`Naming`] contains the forms of Apache Curator and kazoo. Programs that use
 //! the same layout and naming share the locks.
 //!
-//! The fencing token is the id of the transaction that created the holder's node (`czxid`). Use
-//! [`Multi`] to protect data in ZooKeeper. The writes of a multi request succeed only if the
-//! holder's node still exists.
+//! The fencing token is the id of the transaction that created the holder's node (`czxid`), or a
+//! later one after an upgrade. Use [`Multi`] to protect data in ZooKeeper. The writes of a multi
+//! request succeed only if the holder's node still exists.
 //!
 //! # Examples
 //! ```no_run
@@ -43,6 +43,7 @@ mod backend;
 mod recipe;
 mod modes;
 mod conversion;
+mod later_token;
 mod semaphore;
 mod units;
 mod nodes;
@@ -56,6 +57,7 @@ mod connection;
 mod session_validity;
 mod inspect;
 mod fence;
+mod values;
 mod diagnose;
 mod error;
 mod mutex;

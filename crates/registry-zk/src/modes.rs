@@ -1,11 +1,11 @@
-//! Decides which nodes of a queue block a claim, and which hold the lock, by the rules of
+//! Determines which nodes of a queue block a claim, and which hold the lock, by the rules of
 //! [`registry_core::queue_position`]. `recipe`, `conversion` and `inspect` call this module.
 //!
 //! The name of a node states the mode in which its claim was enqueued. Only exclusive and
-//! upgradable claims are converted, so a reader also reads the data of the nearest of their nodes
-//! before its own. A decision from the list and from data that is read later is safe: between the
-//! two, a mode becomes stronger only in a transaction that deletes the request to upgrade the
-//! claim. The list contains this request, or the upgrade waits for the reader.
+//! upgradable claims are converted. A reader therefore also reads the data of the nearest such node
+//! before its own. The list of the nodes may be older than this data. That is safe: an upgrade is a
+//! transaction that deletes the upgrade request. Either the list contains this request, or the
+//! upgrade waits for the reader.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -33,9 +33,9 @@ pub(crate) enum Blockers {
     None,
     /// These nodes before the claim's own. The claim is not granted while they exist unchanged.
     Nodes(Vec<Blocker>),
-    /// The held permits state this number of units, and the claim another one.
+    /// The held permits state this number of units, and the claim states another number.
     OtherUnits(u32),
-    /// A node was deleted since the queue was listed.
+    /// A node was deleted after the queue was listed.
     Changed,
 }
 
@@ -69,7 +69,7 @@ pub(crate) async fn find_blockers(
         let predecessor = before.len().checked_sub(1);
         return Ok(predecessor.map_or(Blockers::None, |index| Blockers::unread([index])));
     }
-    // A claim that may have been converted counts as exclusive until its data was read.
+    // A claim that may have been converted counts as exclusive until its data is read.
     let assumed = |name: &String| if is_convertible(name) { EXCLUSIVE } else { named_entry(name) };
     let mut entries: Vec<_> = before.iter().map(assumed).collect();
     let mut read = HashMap::new();
@@ -104,7 +104,7 @@ pub(crate) async fn find_blockers(
     }
 }
 
-/// Returns the head of a queue as the node that blocks a claim.
+/// Returns the head of the queue as the only blocker.
 pub(crate) fn find_head(names: &[String]) -> Blockers {
     if names.is_empty() { Blockers::None } else { Blockers::unread([0]) }
 }
@@ -123,8 +123,8 @@ impl Blocker {
     }
 }
 
-/// Returns the nearest entries whose units leave too few for a claim of this mode. It is not
-/// granted while all of them exist, and one of them ends before it is granted.
+/// Returns the nearest entries whose units leave too few for a claim of this mode. The claim is not
+/// granted before one of these entries is removed.
 fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
     let ClaimMode::Permits { take, of } = mode else { return Vec::new() };
     let mut free = u64::from(of);
@@ -171,8 +171,8 @@ pub(crate) async fn find_missing_on_majority(
     Ok(None)
 }
 
-/// Watches the nodes that block a claim, and returns the holder if its node was read. Uses the
-/// watches of `watched` again. Returns `None` if a node no longer exists or blocks.
+/// Watches the nodes that block a claim, and returns the holder if its node was read. Reuses the
+/// watches of `watched`. Returns `None` if a node no longer exists or has changed its mode.
 pub(crate) async fn watch_blockers(
     session: &ZkSession,
     dir: &str,
@@ -236,7 +236,7 @@ async fn read_node(
     };
     match session.with_request_timeout(read).await? {
         Ok((data, stat, watch)) => {
-            let mode = decode_other_mode(name, &data, stat.czxid);
+            let mode = decode_other_mode(name, &data, &stat);
             Ok(Some(ReadNode { data, mode, watch }))
         }
         Err(Error::NoNode) => Ok(None),
@@ -253,7 +253,7 @@ impl ReadNode {
     }
 }
 
-/// The nodes of a queue that hold the lock, and those that ask for an upgrade.
+/// The nodes of a queue that hold the lock, and the upgrade requests.
 #[derive(Default)]
 pub(crate) struct QueueHolders {
     granted: Vec<(String, ReadNode)>,
@@ -279,8 +279,8 @@ impl QueueHolders {
     }
 }
 
-/// Reads the holders of the lock at `dir`. Returns none if the holders change faster than this
-/// client reads them.
+/// Reads the holders of the lock at `dir`. Returns no holders if they change during each of
+/// [`ATTEMPTS_MAX`] attempts.
 pub(crate) async fn read_holders(
     session: &Arc<ZkSession>,
     dir: &str,
@@ -307,7 +307,7 @@ async fn read_holders_in(
 ) -> Result<Option<QueueHolders>, BackendError> {
     let names = queue.names();
     let (mut entries, mut nodes) = (Vec::new(), Vec::new());
-    // An exclusive claim that was not converted ends the search: no node behind it is granted.
+    // No node behind an exclusive claim that was not converted is granted, so it ends the search.
     while entries.last() != Some(&EXCLUSIVE) && entries.len() < names.len() {
         let rest = &names[entries.len()..];
         let exclusive = rest.iter().position(|name| named_entry(name) == EXCLUSIVE);
@@ -330,36 +330,35 @@ async fn read_holders_in(
     }))
 }
 
-/// Reads a node. If the login may not read its data, the name states the mode.
+/// Reads a node. Uses the mode in its name if the login may not read its data.
 async fn read_holder(
     session: &ZkSession,
     dir: &str,
     name: &str,
 ) -> Result<Option<ReadNode>, BackendError> {
     let path = format!("{dir}/{name}");
-    let (data, czxid) = match session.with_request_timeout(session.client().get_data(&path)).await?
-    {
-        Ok((data, stat)) => (data, stat.czxid),
+    let (data, stat) = match session.with_request_timeout(session.client().get_data(&path)).await? {
+        Ok(read) => read,
         Err(Error::NoNode) => return Ok(None),
         // The login may still check the node's existence.
         Err(Error::NoAuth) => {
             let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
             match found.map_err(|error| to_backend_error(&error))? {
-                Some(stat) => (Vec::new(), stat.czxid),
+                Some(stat) => (Vec::new(), stat),
                 None => return Ok(None),
             }
         }
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let mode = decode_other_mode(name, &data, czxid);
+    let mode = decode_other_mode(name, &data, &stat);
     Ok(Some(ReadNode { data, mode, watch: None }))
 }
 
-/// The maximum number of watches of a waiter for permits. With more nodes before it, it also polls.
+/// The maximum number of watches of a waiter for permits. A waiter with more blockers also polls.
 const WATCHES_MAX: usize = 128;
-/// The maximum number of nodes of a waiter that are checked by a majority.
+/// The maximum number of blockers of a waiter that a majority checks.
 const MAJORITY_CHECKS_MAX: usize = 16;
 /// The number of nodes that are read concurrently.
 const CONCURRENT_READS: usize = 64;
-/// The maximum number of attempts to read the holders while they change.
+/// The maximum number of attempts to read the holders if they change meanwhile.
 const ATTEMPTS_MAX: u32 = 8;

@@ -1,10 +1,13 @@
-//! The data of a lock's node: a JSON object. It states the mode and the token of a claim that was
-//! converted. The rest is for operators.
+//! The data of a claim's node: a JSON object. It states the mode of a claim that was converted, and
+//! the token of one that was downgraded. The rest is for operators. If the data states no token, it
+//! is the transaction that last wrote the data: the one that created the node, the one that
+//! upgraded the claim, or the one of `later_token`.
 
 use std::borrow::Cow;
 
 use registry_core::{Claim, ClaimMode, QueuedEntry};
 use serde::{Deserialize, Serialize};
+use zookeeper_client::Stat;
 
 use crate::queue::named_entry;
 
@@ -67,36 +70,44 @@ fn parse_mode(text: &str) -> Option<ClaimMode> {
 /// was created. A claim of Curator's readers-writer lock has no other mode, and its data belongs to
 /// the application.
 pub(crate) fn is_convertible(name: &str) -> bool {
+    let named = named_entry(name);
+    !is_of_read_write_lock(name)
+        && matches!(named, QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
+}
+
+/// Returns whether a node belongs to Curator's readers-writer lock.
+fn is_of_read_write_lock(name: &str) -> bool {
     let before_number = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '-');
-    if ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker)) {
-        return false;
-    }
-    matches!(named_entry(name), QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
+    ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker))
 }
 
 /// Returns the present mode of the claim of a node. Returns `None` if another program has replaced
 /// the data of a node that may state a mode.
-pub(crate) fn decode_mode(name: &str, data: &[u8], czxid: i64) -> Option<NodeMode> {
+pub(crate) fn decode_mode(name: &str, data: &[u8], stat: &Stat) -> Option<NodeMode> {
     let named = match named_entry(name) {
         QueuedEntry::Claim(mode) => mode,
         QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
     };
+    let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok();
     if !is_convertible(name) {
-        return Some(NodeMode { mode: named, token: czxid });
+        // Another program may have written other data.
+        let is_own_data = node_data.is_some() && !is_of_read_write_lock(name);
+        let token = if is_own_data { stat.mzxid } else { stat.czxid };
+        return Some(NodeMode { mode: named, token });
     }
-    let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
+    let node_data = node_data?;
     let mode = match node_data.mode.as_deref() {
         None => named,
         Some(text) => parse_mode(text)?,
     };
-    Some(NodeMode { mode, token: node_data.token.unwrap_or(czxid) })
+    Some(NodeMode { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
 
 /// As [`decode_mode`]. The claim of a node whose data was replaced is exclusive, which is the safe
 /// assumption of all other claims.
-pub(crate) fn decode_other_mode(name: &str, data: &[u8], czxid: i64) -> NodeMode {
-    let unknown = NodeMode { mode: ClaimMode::Exclusive, token: czxid };
-    decode_mode(name, data, czxid).unwrap_or(unknown)
+pub(crate) fn decode_other_mode(name: &str, data: &[u8], stat: &Stat) -> NodeMode {
+    let unknown = NodeMode { mode: ClaimMode::Exclusive, token: stat.czxid };
+    decode_mode(name, data, stat).unwrap_or(unknown)
 }
 
 /// Returns the label in a node's data. If another program wrote text, such as the address that
@@ -130,6 +141,24 @@ mod tests {
     use registry_core::Key;
 
     use super::*;
+
+    /// Returns the properties of a node that was created in transaction 7, and of which transaction
+    /// 8 last wrote the data.
+    fn stat() -> Stat {
+        Stat {
+            czxid: 7,
+            mzxid: 8,
+            pzxid: 7,
+            ctime: 0,
+            mtime: 0,
+            version: 1,
+            cversion: 0,
+            aversion: 0,
+            ephemeral_owner: 1,
+            data_length: 0,
+            num_children: 0,
+        }
+    }
 
     fn claim(label: Option<&str>) -> Claim {
         let key = Key::new("orders/42").unwrap();
@@ -165,7 +194,7 @@ mod tests {
                 assert!(!is_convertible(&name), "{name}");
                 for data in [&b""[..], b"{\"mode\":\"shared\"}", &shared] {
                     let named = NodeMode { mode, token: 7 };
-                    assert_eq!(decode_mode(&name, data, 7), Some(named), "{name}");
+                    assert_eq!(decode_mode(&name, data, &stat()), Some(named), "{name}");
                 }
             }
         }
@@ -183,20 +212,24 @@ mod tests {
             (named("-s"), ClaimMode::Shared),
             (named("-p1-2"), ClaimMode::Permits { take: 1, of: 2 }),
         ] {
-            assert_eq!(decode_mode(&name, &data, 7), Some(NodeMode { mode, token: 7 }), "{name}");
+            let written = NodeMode { mode, token: 8 };
+            assert_eq!(decode_mode(&name, &data, &stat()), Some(written), "{name}");
         }
+        // The data of another program does not change the token of a reader.
+        let created = NodeMode { mode: ClaimMode::Shared, token: 7 };
+        assert_eq!(decode_mode(&named("-s"), b"__REVOKE__", &stat()), Some(created));
         for name in [named(""), named("-u")] {
             for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
                 let converted = NodeMode { mode, token: 9 };
                 let data = encode_node_data(&claim(Some("label")), Some(mode), Some(9));
-                assert_eq!(decode_mode(&name, &data, 7), Some(converted), "{name}");
+                assert_eq!(decode_mode(&name, &data, &stat()), Some(converted), "{name}");
                 assert_eq!(decode_label(&data).as_deref(), Some("label"));
             }
             // `__REVOKE__` is the request of Curator's `Revoker`.
             for foreign in [&b""[..], b"__REVOKE__", b"{}"] {
                 let exclusive = NodeMode { mode: ClaimMode::Exclusive, token: 7 };
-                assert_eq!(decode_mode(&name, foreign, 7), None, "{name}");
-                assert_eq!(decode_other_mode(&name, foreign, 7), exclusive, "{name}");
+                assert_eq!(decode_mode(&name, foreign, &stat()), None, "{name}");
+                assert_eq!(decode_other_mode(&name, foreign, &stat()), exclusive, "{name}");
             }
         }
     }

@@ -4,11 +4,25 @@ use std::sync::Arc;
 
 use futures_util::future::try_join_all;
 use registry_core::{BackendError, BackendErrorKind, FencingToken, Moment};
-use zookeeper_client::{CreateMode, Error};
+use zookeeper_client::{CreateMode, Error, MultiWriteResult, MultiWriter, Stat};
 
 use crate::error::to_backend_error;
 use crate::queue::ContenderQueue;
 use crate::session::{ConfirmedBy, ZkSession};
+
+/// The children of a lock's node.
+#[derive(Default)]
+pub(crate) struct ListedChildren {
+    pub(crate) names: Vec<String>,
+    /// The last transaction that wrote the data of the lock's node, or that created it.
+    pub(crate) last_write: i64,
+}
+
+impl From<(Vec<String>, Stat)> for ListedChildren {
+    fn from((names, stat): (Vec<String>, Stat)) -> Self {
+        Self { names, last_write: stat.mzxid }
+    }
+}
 
 /// A node that was just created.
 pub(crate) struct CreatedNode {
@@ -16,7 +30,7 @@ pub(crate) struct CreatedNode {
     /// The transaction that created the node. `None` if the node was already deleted.
     pub(crate) czxid: Option<i64>,
     /// The children of the parent after the creation.
-    pub(crate) listed: Result<Result<Vec<String>, Error>, BackendError>,
+    pub(crate) listed: Result<Result<ListedChildren, Error>, BackendError>,
 }
 
 /// Creates an ephemeral node of this name and a number in `dir`, and lists `dir`.
@@ -31,7 +45,7 @@ pub(crate) async fn create_sequential(
     let client = session.client();
     let sent_at = Moment::now();
     let created = client.create(&path, data, &options);
-    let listed = client.list_children(dir);
+    let listed = client.get_children(dir);
     // Responses arrive in the order of the requests. Awaiting the second response first wakes this
     // task only once.
     let listed = session.with_request_timeout(listed).await;
@@ -48,6 +62,8 @@ pub(crate) async fn create_sequential(
         Some(stat.czxid)
     };
     session.record_majority_response(sent_at);
+    session.record_server_time(stat.ctime);
+    let listed = listed.map(|listed| listed.map(ListedChildren::from));
     Ok(Ok(CreatedNode { path, czxid, listed }))
 }
 
@@ -78,11 +94,22 @@ pub(crate) async fn read_children(
     session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
+    Ok(read_listed_children(session, dir).await?.map(|listed| listed.names))
+}
+
+/// As [`read_children`]. Also returns the last write of `dir` in the same state.
+pub(crate) async fn read_listed_children(
+    session: &Arc<ZkSession>,
+    dir: &str,
+) -> Result<Result<ListedChildren, Error>, BackendError> {
     let client = session.client();
     let synced = client.sync(dir);
-    let listed = client.list_children(dir);
+    let listed = client.get_children(dir);
     match session.with_request_timeout(synced).await? {
-        Ok(()) => session.with_request_timeout(listed).await,
+        Ok(()) => {
+            let listed = session.with_request_timeout(listed).await?;
+            Ok(listed.map(ListedChildren::from))
+        }
         Err(error) => Ok(Err(error)),
     }
 }
@@ -122,6 +149,15 @@ pub(crate) async fn sort_contenders(
     });
     let czxids = try_join_all(czxids).await?;
     Ok(unordered.sort_by_transaction(czxids))
+}
+
+/// Executes all writes of a transaction or none.
+pub(crate) async fn commit(
+    session: &ZkSession,
+    mut writer: MultiWriter<'_>,
+) -> Result<Result<Vec<MultiWriteResult>, Error>, BackendError> {
+    let committed = async { writer.commit().await.map_err(Error::from) };
+    session.with_request_timeout(committed).await
 }
 
 /// Deletes a node. Returns false if it did not exist.

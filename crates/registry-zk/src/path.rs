@@ -57,6 +57,12 @@ impl Paths {
         }
     }
 
+    /// Returns the node of the value block of `key`. It is no key's node: after a `%`, these have
+    /// two hexadecimal digits.
+    pub(crate) fn value_path(&self, key: &Key) -> String {
+        self.node_path(key) + "%value"
+    }
+
     /// Returns the key of a node, from its path relative to the base.
     pub(crate) fn parse_key(&self, relative_path: &str) -> Option<Key> {
         let key = match self.layout {
@@ -243,6 +249,9 @@ mod tests {
             prop_assert_eq!(path == paths.node_path(&key(&other)), one == other);
             let name = path.rsplit('/').next().unwrap();
             prop_assert_eq!(paths.parse_key(name), Some(key(&one)));
+            let value = paths.value_path(&key(&one));
+            prop_assert!(is_valid_path(&value), "{value:?}");
+            prop_assert_eq!(paths.parse_key(value.rsplit('/').next().unwrap()), None);
         }
     }
 }

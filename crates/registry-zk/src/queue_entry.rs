@@ -96,7 +96,7 @@ pub(crate) fn name_of(path: &str) -> &str {
 /// A node behind the node of a held claim. It blocks new readers while the claim's upgrade waits.
 pub(crate) struct UpgradeRequest {
     pub(crate) path: String,
-    /// The transaction that created the node. It becomes the token of the upgraded claim.
+    /// The transaction that created the node.
     pub(crate) czxid: i64,
     /// The reader that the upgrade waits for, if the last attempt found one.
     pub(crate) reader: Option<WatchedNodes>,

@@ -19,11 +19,13 @@ use zookeeper_client::Error;
 
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
+use crate::later_token::take_later_token;
 use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
 use crate::nodes::{
-    CreatedNode, create_parents, create_sequential, delete, fencing_token, negative_transaction,
-    read_children, read_children_after_confirmation, sort_contenders,
+    CreatedNode, ListedChildren, create_parents, create_sequential, delete, fencing_token,
+    negative_transaction, read_children, read_children_after_confirmation, read_listed_children,
+    sort_contenders,
 };
 use crate::queue::{claim_nodes, named_entry, node_prefix};
 use crate::queue_entry::{
@@ -53,9 +55,13 @@ pub(crate) async fn try_acquire(
         }
         entry.record_activity();
         state.lease = claim.lease();
+        let had_no_node = state.has_no_node();
         let attempt = run_attempt(&session, &entry, &mut state, claim).await;
         if state.has_no_node() {
             remove_entry(&session, claim.id(), &entry, &mut state);
+        } else if had_no_node {
+            // After a refused attempt, the engine would not release the node.
+            return attempt.map_err(BackendError::as_unknown);
         }
         return attempt;
     }
@@ -107,9 +113,9 @@ async fn run_attempt(
             }
             delete_nodes(session, state).await?;
         }
-        let children = if state.node.is_none() {
+        let ListedChildren { names, last_write } = if state.node.is_none() {
             match create_node(session, entry, state, claim).await? {
-                Some(children) => children,
+                Some(listed) => listed,
                 None => continue,
             }
         } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
@@ -117,7 +123,7 @@ async fn run_attempt(
         } else {
             read_children_or_empty(session, entry).await?
         };
-        let children = exclude_missing_on_majority(state, children);
+        let children = exclude_missing_on_majority(state, names);
         let queue = sort_contenders(session, &entry.dir, children).await?;
         let Some(node) = &state.node else { continue };
         let Some(own) = queue.position_of(node.name()) else {
@@ -143,7 +149,12 @@ async fn run_attempt(
                     }
                     continue;
                 }
-                Blockers::None => return grant(session, state, claim),
+                Blockers::None => {
+                    if take_later_token(session, entry, state, claim, last_write).await? {
+                        return grant(session, state, claim);
+                    }
+                    continue;
+                }
                 Blockers::Nodes(blockers) => blockers,
                 Blockers::Changed => {
                     (state.blockers, was_blocker_changed) = (None, true);
@@ -207,7 +218,7 @@ async fn create_node(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-) -> Result<Option<Vec<String>>, BackendError> {
+) -> Result<Option<ListedChildren>, BackendError> {
     let queued = QueuedEntry::Claim(claim.mode());
     let prefix = node_prefix(claim.id(), session.config().naming, queued);
     // From here on, a node may exist. A dropped future or a lost response does not undo the
@@ -239,7 +250,7 @@ async fn create_node(
         version: 0,
     });
     match listed? {
-        Ok(children) => Ok(Some(children)),
+        Ok(listed) => Ok(Some(listed)),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
 }
@@ -337,10 +348,10 @@ pub(crate) fn exclude_missing_on_majority(
 pub(crate) async fn read_children_or_empty(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
-) -> Result<Vec<String>, BackendError> {
-    match read_children(session, &entry.dir).await? {
-        Ok(children) => Ok(children),
-        Err(Error::NoNode) => Ok(Vec::new()),
+) -> Result<ListedChildren, BackendError> {
+    match read_listed_children(session, &entry.dir).await? {
+        Ok(listed) => Ok(listed),
+        Err(Error::NoNode) => Ok(ListedChildren::default()),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
 }

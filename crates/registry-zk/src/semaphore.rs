@@ -2,14 +2,14 @@
 //! calls this module.
 //!
 //! A key's node has two children. `locks` is the queue of an `InterProcessMutex`, which `recipe`
-//! handles. `leases` contains one node for each unit that is taken. Only the head of the queue adds
-//! nodes to `leases`, so units that are free stay free until it does. One transaction creates the
-//! nodes of all units of a claim and deletes its node in the queue. An exclusive claim is granted
-//! as the head of the queue once no unit is taken, and stays the head.
+//! handles. `leases` contains one node for each taken unit. Only the head of the queue adds nodes
+//! to `leases`, so no other claim can take the free units. One transaction creates the nodes of all
+//! units of a claim and deletes its node in the queue. An exclusive claim is granted as the head of
+//! the queue once no unit is taken, and stays the head.
 //!
-//! The token is the transaction that granted the claim: it created the nodes of the units, or wrote
-//! the mode into the data of the exclusive claim's node. The transaction that added the claim to
-//! the queue may be older than the tokens of claims before it.
+//! The token is the id of the transaction that granted the claim. This transaction created the
+//! nodes of the units, or wrote the mode into the data of the exclusive claim's node. The
+//! transaction that enqueued the claim may be older than the tokens of claims before it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,12 +29,12 @@ use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
 use crate::units::unit_data;
 
-/// Returns the name of a unit's node without its number.
+/// Returns the name of a unit's node without the sequence number.
 fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
     format!("{}-lease-", claim_prefix(claim, session.config().naming))
 }
 
-/// The result of an attempt of the head of the queue.
+/// The result of an attempt to grant the head of the queue.
 pub(crate) enum Turn {
     Granted,
     Busy(Busy),
@@ -42,7 +42,7 @@ pub(crate) enum Turn {
     Retry,
 }
 
-/// Returns whether the node of the claim is a unit, so that the claim is not in the queue any more.
+/// Returns whether the claim has left the queue: its node is that of a unit.
 pub(crate) fn has_left_queue(entry: &QueueEntry, state: &ClaimState) -> bool {
     let parent =
         |node: &ClaimNode| node.path.rsplit_once('/').map(|(parent, _)| parent == entry.dir);
@@ -86,11 +86,11 @@ pub(crate) async fn take_turn(
     claim: &Claim,
     keeps_place: bool,
 ) -> Result<Turn, BackendError> {
-    let turn = take_turn_of_node(session, entry, state, claim, keeps_place).await;
+    let turn = try_grant_head(session, entry, state, claim, keeps_place).await;
     turn.map_err(BackendError::as_unknown)
 }
 
-async fn take_turn_of_node(
+async fn try_grant_head(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
@@ -119,7 +119,7 @@ async fn take_turn_of_node(
     Ok(Turn::Busy(Busy::new().with_place()))
 }
 
-/// Returns whether a claim fits if this number of units is taken.
+/// Returns whether the units of a claim are free if this number of units is taken.
 fn is_free(claim: &Claim, taken: u64) -> bool {
     match claim.mode() {
         ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
@@ -127,9 +127,8 @@ fn is_free(claim: &Claim, taken: u64) -> bool {
     }
 }
 
-/// Returns whether a claim that does not wait, and whose units are free, gets closer to the head of
-/// the queue within [`TURN_MAX`]. The claims before it are then about to take their units.
-/// Otherwise one of them waits, or holds the exclusive lock.
+/// Returns whether the units of a claim that does not wait are free, and a claim before it leaves
+/// the queue within [`TURN_MAX`]. Otherwise a claim before it waits, or holds the exclusive lock.
 pub(crate) async fn comes_next(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -156,8 +155,8 @@ pub(crate) async fn comes_next(
     })
 }
 
-/// Returns the number of taken units, and a watch on a change of it if requested and if the watch
-/// budget allows.
+/// Returns the number of taken units. Also returns a watch on changes of this number if requested
+/// and if the watch budget allows.
 async fn read_leases(
     session: &ZkSession,
     leases: &str,
@@ -227,7 +226,7 @@ async fn take_units(
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
-        // The head of the queue is unchanged only if this node still exists.
+        // Makes the transaction fail if the claim is no longer the head of the queue.
         writer.add_delete(&node.path, None)?;
         (0..take).try_for_each(|unit| {
             let data = if unit == 0 { &first } else { &other };
@@ -352,8 +351,7 @@ pub(crate) struct UnitHolders {
 
 /// Reads the holders of the units of `key`, or its exclusive holder.
 ///
-/// Curator does not record how many units a key has. For its holders, this is the number that they
-/// take.
+/// Curator does not record how many units a key has. Each of its units is reported as `1 of 1`.
 pub(crate) async fn read_holders(
     session: &Arc<ZkSession>,
     key: &Key,
@@ -372,7 +370,7 @@ pub(crate) async fn read_holders(
         let path = format!("{leases}/{name}");
         let Some((data, stat)) = read(session, &path).await? else { continue };
         found.paths.push(path);
-        // The name of the claim's other units differs only in the number.
+        // The names of the claim's other units differ only in the sequence number.
         let claim = name.rsplit_once('-').map_or(&**name, |(claim, _)| claim);
         let mode = match decode_stated_mode(&data) {
             Some(ClaimMode::Permits { .. }) if claim == last_claim => continue,
@@ -392,7 +390,7 @@ pub(crate) async fn read_holders(
     Ok(found)
 }
 
-/// Reads the head of the queue if it is an exclusive claim. Any other head only takes units.
+/// Reads the head of the queue if its claim holds the exclusive lock. Otherwise returns `None`.
 async fn read_exclusive(
     session: &Arc<ZkSession>,
     queue: &str,
@@ -425,5 +423,5 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
         .with_token(fencing_token(token))
 }
 
-/// How long a claim that does not wait stays in the queue for its turn.
+/// How long a claim that does not wait stays in the queue before it is the head.
 const TURN_MAX: Duration = Duration::from_millis(250);

@@ -75,6 +75,15 @@ impl SessionPool {
         &self.registries
     }
 
+    /// Returns the leader's time since 1970, as estimated from the newest node that this client has
+    /// created. `None` if it has created none.
+    pub(crate) fn server_time(&self) -> Option<Duration> {
+        let times = self.live_sessions();
+        let times = times.iter().filter_map(|session| session.server_time());
+        let (created, read_at) = times.max_by_key(|(_, read_at)| *read_at)?;
+        Some(created + Moment::now().since(read_at))
+    }
+
     /// Makes all registries verify their claims on `key`.
     pub(crate) fn request_verification(&self, key: &Key) {
         self.registries.notify(key);
@@ -511,6 +520,9 @@ pub(crate) struct ZkSession {
     config: Arc<ZkConfig>,
     has_ended: AtomicBool,
     validity: Mutex<SessionValidity>,
+    /// The leader's wall clock when it created the newest node of this session, and the time of the
+    /// response.
+    server_time: Mutex<Option<(Duration, Moment)>>,
     /// The time at which the last request to a majority was sent.
     majority_requested_at: Mutex<Moment>,
     /// The time at which the last request to the leader was sent.
@@ -547,6 +559,7 @@ impl ZkSession {
             timeout,
             current_client: watch::Sender::new(Arc::new(client)),
             validity: Mutex::new(SessionValidity::new(timeout, requested_at)),
+            server_time: Mutex::default(),
             config,
             has_ended: AtomicBool::new(false),
             majority_requested_at: Mutex::new(requested_at),
@@ -641,6 +654,20 @@ impl ZkSession {
     /// Records that a majority has just committed a write that was sent at `sent_at`.
     pub(crate) fn record_majority_response(&self, sent_at: Moment) {
         lock(&self.validity).record_majority_response(sent_at, Moment::now());
+    }
+
+    /// Records the creation time of a node that was just created, in ms since 1970. Servers before
+    /// 3.5 return none.
+    pub(crate) fn record_server_time(&self, created_ms: i64) {
+        if let Ok(created_ms @ 1..) = u64::try_from(created_ms) {
+            let created = Duration::from_millis(created_ms);
+            *lock(&self.server_time) = Some((created, Moment::now()));
+        }
+    }
+
+    /// Returns the leader's time since 1970, and the time at which it was read.
+    fn server_time(&self) -> Option<(Duration, Moment)> {
+        *lock(&self.server_time)
     }
 
     /// Waits until the client is connected. Without a connection, the client library could send a

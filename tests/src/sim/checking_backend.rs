@@ -9,7 +9,7 @@ use fastrand::Rng;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, ClaimMode, InvalidKey,
     Invalidations, Key, LockAdmin, LockBackend, LockBatch, LockEvent, Observer, Queueing, Release,
-    Renewal,
+    Renewal, ValueStore,
 };
 
 use super::FaultProfile;
@@ -109,9 +109,6 @@ impl LockBackend for CheckingBackend {
         let key = claim.key();
         {
             let mut requests = self.requests();
-            if claim.is_conversion() && requests.held.get(key) == Some(&claim.id()) {
-                requests.held.remove(key);
-            }
             if needs_permit(claim) {
                 if let Some(held) = requests.held.get(key) {
                     let own = claim.id();
@@ -133,9 +130,16 @@ impl LockBackend for CheckingBackend {
         self.maybe_invalidate(key);
         let answer = self.inner.try_acquire(claim).await;
         self.maybe_invalidate(key);
+        let mut requests = self.requests();
         if needs_permit(claim) {
-            *self.requests().acquiring.entry(key.clone()).or_default() -= 1;
+            *requests.acquiring.entry(key.clone()).or_default() -= 1;
         }
+        // Until here, the claim has its permit, and can be lost.
+        let is_converted = claim.is_conversion() && matches!(answer, Ok(Attempt::Granted(_)));
+        if is_converted && requests.held.get(key) == Some(&claim.id()) {
+            requests.held.remove(key);
+        }
+        drop(requests);
         answer
     }
 
@@ -191,6 +195,10 @@ impl LockBackend for CheckingBackend {
     fn batch(&self) -> Option<&dyn LockBatch> {
         // The requests for each key are checked one by one.
         None
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.inner.values()
     }
 
     async fn close(&self) {

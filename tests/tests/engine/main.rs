@@ -6,6 +6,7 @@ mod bounds;
 mod close;
 mod close_under_load;
 mod drop;
+mod elections;
 mod hand_over;
 mod late_acquires;
 mod loss;

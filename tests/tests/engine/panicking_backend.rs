@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, LockBatch, MemoryBackend, Release, Renewal,
+    Key, LockAdmin, LockBackend, LockBatch, MemoryBackend, Release, Renewal, ValueStore,
 };
 
 #[derive(Debug)]
@@ -107,6 +107,10 @@ impl LockBackend for PanickingBackend {
 
     fn batch(&self) -> Option<&dyn LockBatch> {
         None
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.inner.values()
     }
 
     async fn close(&self) {

@@ -6,9 +6,11 @@ mod support;
 
 mod bad_input;
 mod cron;
+mod elect;
 mod exclusion;
 mod gate;
 mod loss;
+mod once;
 mod output;
 #[cfg(all(feature = "redis", feature = "server-tests"))]
 mod redis;

@@ -36,6 +36,10 @@ pub mod shared;
 pub mod upgradable;
 // Several keys.
 pub mod several_keys;
+// Value blocks, and what is built on them.
+pub mod election;
+pub mod once;
+pub mod values;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.

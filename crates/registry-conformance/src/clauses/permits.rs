@@ -1,5 +1,5 @@
-//! Permits: the units of a key are never exceeded, each permit ends by itself, and wake-ups count
-//! units.
+//! Permits: together they never take more than the units of their key, each permit expires on its
+//! own, and a waiter is woken when its units are free.
 #![expect(
     clippy::async_yields_async,
     reason = "the sweep polls the created future; creating it must not"
@@ -24,7 +24,7 @@ use crate::context::{
 use crate::faulty::{Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
-/// Permits of several clients are granted until all units are taken, and one more is busy. A
+/// Permits of several clients are granted until all units are taken. A further permit is busy. A
 /// released unit can be taken again.
 pub async fn permits_are_granted_until_all_units_are_taken(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
@@ -68,8 +68,8 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
     freed(&*second, &all).await;
 }
 
-/// Of many concurrent claims of three clients, with different numbers of units, those that are
-/// granted never take more than all units together.
+/// Of many concurrent claims of three clients, with different numbers of units, the granted ones
+/// never take more units than the key has.
 pub async fn concurrent_takers_never_exceed_the_units(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
     let section = Arc::new(Section::default());
@@ -96,7 +96,7 @@ pub async fn concurrent_takers_never_exceed_the_units(context: &TestContext) {
     assert!(tasks.join_all().await.iter().sum::<usize>() > 0, "nothing was granted");
 }
 
-/// Permits are granted next to each other also if one client asks for all of them at once.
+/// If one client requests many permits concurrently, as many as fit are granted.
 pub async fn of_many_concurrent_permits_as_many_as_fit_are_granted(context: &TestContext) {
     let client = context.client().await;
     let mut tasks = JoinSet::new();
@@ -115,7 +115,7 @@ pub async fn of_many_concurrent_permits_as_many_as_fit_are_granted(context: &Tes
     assert!(is_free(&*client, &key("orders:42")).await, "a released permit holds the key");
 }
 
-/// A permit that is acquired three times takes its units once, and one release returns them.
+/// A permit that is acquired three times takes its units once, and one release frees them.
 pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
     let client = context.client().await;
     let held = context.claim(permit(2, 4));
@@ -134,7 +134,7 @@ pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
     freed(&*client, &other).await;
 }
 
-/// A permit with a short lease expires, and its units return. Permits with long leases stay held.
+/// A permit with a short lease expires and frees its units. Permits with long leases stay held.
 pub async fn each_permit_expires_by_itself(context: &TestContext) {
     let client = context.client().await;
     let long = context.held_in(&*client, permit(2, 5)).await;
@@ -164,8 +164,8 @@ pub async fn a_renewal_extends_only_its_own_permit(context: &TestContext) {
     freed(&*client, &permits[1]).await;
 }
 
-/// A release returns the units of its own permit, and those only. Releasing a claim that was never
-/// granted returns none.
+/// A release frees only the units of its own permit. Releasing a claim that was never granted frees
+/// none.
 pub async fn a_release_returns_its_own_units(context: &TestContext) {
     let client = context.client().await;
     let permits = [
@@ -184,8 +184,9 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
     }
 }
 
-/// While permits are held, a claim that states another number of units is busy with the number of
-/// the held ones, and leaves no record. It is granted once none is held.
+/// While permits are held, a claim that states another number of units is busy. The response
+/// contains the number of the held permits, and the store keeps no record of the claim. It is
+/// granted once no permit is held.
 pub async fn another_number_of_units_is_reported_while_permits_are_held(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 5)).await;
@@ -234,7 +235,7 @@ pub async fn permits_and_readers_exclude_each_other(context: &TestContext) {
     }
 }
 
-/// An exclusive claim that waits for permits blocks new ones, and is granted after the last one.
+/// A waiting exclusive claim blocks new permits, and is granted after the last permit ends.
 pub async fn a_waiting_writer_blocks_new_permits(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 3)).await;
@@ -291,8 +292,8 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
     }
 }
 
-/// In a store with wake-ups, the release of one unit ends the `wait` of a claim that takes one,
-/// before and during the wait.
+/// In a store with wake-ups, the release of one unit ends the `wait` of a claim for one unit, also
+/// if the release comes before the `wait`.
 pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let kept = context.held_in(&*first, permit(2, 3)).await;
@@ -317,8 +318,7 @@ pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
     freed(&*first, &kept).await;
 }
 
-/// In a store with wake-ups, a claim that takes three units is woken when its third unit is
-/// released.
+/// In a store with wake-ups, a claim for three units is woken when the third unit is released.
 pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut held = Vec::new();
@@ -333,7 +333,7 @@ pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) 
         }
     };
     let acquired = async {
-        // A `wait` may end early. Each later one must end with a further release.
+        // A `wait` may end early. Each later `wait` must end with a further release.
         for _ in 0..100 {
             let refusal = match attempt(&*second, &taker).await {
                 Attempt::Granted(_) => return,
@@ -385,8 +385,8 @@ pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
     freed(&*second, &all).await;
 }
 
-/// Callers of two processes that take different numbers of units never hold more than all of them.
-/// All of them get their units.
+/// Callers of two processes that take different numbers of units never hold more units than the
+/// semaphore has. Each caller gets its units.
 pub async fn a_semaphore_limits_the_callers_of_several_processes(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let section = Arc::new(Section::default());
@@ -435,8 +435,8 @@ pub async fn a_process_holds_several_permits(context: &TestContext) {
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// Taking no unit, more units than there are, or a unit of none returns `InvalidOption` without a
-/// request. So does resizing to none.
+/// Taking zero units, taking more units than the semaphore has, and resizing to zero units return
+/// `InvalidOption` without a request.
 pub async fn units_out_of_range_are_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -450,7 +450,8 @@ pub async fn units_out_of_range_are_refused_before_any_request(context: &TestCon
 }
 
 /// Semaphores of one key that state different numbers of units return `LockError::OtherUnits` with
-/// both numbers while a permit is held, waiting or not. Afterwards the other number is possible.
+/// both numbers while a permit is held, with and without a wait. Afterwards, the other number
+/// works.
 pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = semaphore(&local, 3).acquire().await.expect("a unit is free");
@@ -466,9 +467,8 @@ pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     unlock(other).await;
 }
 
-/// In a store whose callers do not queue, a released unit goes to a waiting caller that takes one,
-/// although a caller of another process has waited longer for three. The other one gets its units
-/// when they are released.
+/// In a store without a queue, a waiter for one unit gets a released unit, although a caller of
+/// another process has waited longer for three. That caller gets its units when they are released.
 pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestContext) {
     let holding = semaphore(&context.registry().await, 3);
     let (of_three, count_of_three) = context.counting_registry().await;
@@ -537,7 +537,7 @@ pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestC
     }
 }
 
-/// The units of a process that has died return when its lease ends, and a waiting caller takes
+/// The units of a process that has died become free when its lease ends, and a waiting caller takes
 /// them. Other permits stay held.
 pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
@@ -573,8 +573,8 @@ pub async fn permits_are_renewed_beyond_their_leases(context: &TestContext) {
     }
 }
 
-/// Dropping a waiting `acquire_many` future leaves nothing behind: the units that it waited for can
-/// be taken. Dropping a guard returns its units.
+/// After a waiting `acquire_many` future is dropped, the units that it waited for can be taken.
+/// Dropping a guard frees its units.
 pub async fn a_dropped_caller_or_guard_returns_its_units(context: &TestContext) {
     let (holding, (waiting, count)) = (context.registry().await, context.counting_registry().await);
     let held = semaphore(&holding, 3).acquire_many(2).await.expect("two units are free");
@@ -641,8 +641,8 @@ pub async fn holders_returns_each_permit(context: &TestContext) {
     assert_eq!(ours.holders().await.expect("holders answers"), []);
 }
 
-/// `close` releases the permits of its process at its limit, and ends a waiting caller with
-/// `LockError::Closed`. Permits of other processes stay held.
+/// `close` releases the permits of its registry at its time limit. A waiting caller returns
+/// `LockError::Closed`. Permits of other registries stay held.
 pub async fn close_returns_the_units_of_its_process(context: &TestContext) {
     let (remote, (local, count)) = (context.registry().await, context.counting_registry().await);
     let theirs = semaphore(&remote, 4);

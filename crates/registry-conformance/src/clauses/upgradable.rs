@@ -1,5 +1,4 @@
-//! Upgradable locks and conversions: a held lock becomes stronger or weaker without a release in
-//! between.
+//! Upgradable locks and conversions: the mode of a held lock changes, and the lock stays held.
 #![expect(
     clippy::async_yields_async,
     reason = "the sweep polls the created future; creating it must not"
@@ -26,8 +25,8 @@ use crate::context::{
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
-/// One upgradable claim holds a key next to readers of its own and of other clients, whichever of
-/// them came first.
+/// One upgradable claim holds a key next to readers of the same client and of others, in any order
+/// of arrival.
 pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let before = context.held_in(&*first, ClaimMode::Shared).await;
@@ -42,8 +41,8 @@ pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
     assert!(is_free(&*first, upgradable.key()).await, "a released claim holds the key");
 }
 
-/// While an upgradable claim holds a key, a second upgradable claim and exclusive claims are busy.
-/// An exclusive claim excludes an upgradable one.
+/// While an upgradable claim holds a key, other upgradable and exclusive claims are busy. An
+/// exclusive claim excludes an upgradable one.
 pub async fn an_upgradable_claim_excludes_writers_and_a_second_one(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let upgradable = context.held_in(&*first, ClaimMode::Upgradable).await;
@@ -79,7 +78,7 @@ pub async fn of_many_concurrent_upgradable_claims_exactly_one_is_granted(context
     }
 }
 
-/// An upgrade is busy while readers hold the key, and blocks new readers. It is granted when the
+/// An upgrade is busy while readers hold the key, and blocks new readers. It is granted after the
 /// last reader released the key, and then excludes all other claims.
 pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
@@ -115,21 +114,30 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
     assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
 }
 
-/// An upgrade is granted although another claim waits for the key, which would otherwise wait for
-/// it in turn. The waiting claim is granted later, and so with a larger token.
+/// An upgrade is granted while another claim waits for the key; otherwise the two would deadlock.
+/// The waiting claim is granted later, with a larger token, even if it began to wait before the
+/// upgraded claim was downgraded.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable] {
-        let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
-        let waiting = context.claim(mode).with_queueing(Queueing::ExclusiveIntent);
+    let queueing =
+        if context.capabilities().fair { Queueing::Join } else { Queueing::ExclusiveIntent };
+    let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable];
+    for (held, mode) in modes.into_iter().flat_map(|held| modes.map(|mode| (held, mode))) {
+        let claim = context.claim(held);
+        let mut grant = granted(&*first, &claim).await;
+        let waiting = context.claim(mode).with_queueing(queueing);
         busy(&*second, &waiting).await;
+        if held == ClaimMode::Exclusive {
+            grant = granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
+            busy(&*second, &waiting).await;
+        }
         let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
         busy(&*second, &waiting).await;
         freed(&*first, &claim).await;
         let next = granted(&*second, &waiting).await;
         assert!(
             !context.capabilities().fencing || next.token > upgraded.token,
-            "{mode}: {next:?} after {upgraded:?}"
+            "{mode} behind {held}: {next:?} after {upgraded:?}"
         );
         let again = granted(&*second, &waiting).await;
         assert!(!context.capabilities().fencing || again.token == next.token, "{again:?}");
@@ -138,7 +146,7 @@ pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext
 }
 
 /// The token of an upgrade is larger than those of the claim and of all readers before it. A later
-/// claim has a larger token than all that the upgrade reserved.
+/// claim has a larger token than all tokens that the upgrade reserved.
 pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
@@ -161,8 +169,8 @@ pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
     );
 }
 
-/// A repeated upgrade is granted again with the same token, and one release frees the key. The
-/// reply to the first one may have been lost.
+/// A repeated upgrade is granted again with the same token, as after a lost reply. One release
+/// frees the key.
 pub async fn a_repeated_upgrade_is_one_conversion(context: &TestContext) {
     let client = context.client().await;
     let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
@@ -224,8 +232,8 @@ pub async fn a_conversion_of_a_waiting_claim_grants_nothing(context: &TestContex
     assert!(is_free(&*client, reader.key()).await, "a waiting claim holds the key");
 }
 
-/// A downgrade of an exclusive claim to shared keeps its token, lets readers in, and still excludes
-/// writers.
+/// After the downgrade of an exclusive claim to shared, the claim has the same token, readers are
+/// granted, and writers are busy.
 pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.claim(ClaimMode::Exclusive);
@@ -243,8 +251,8 @@ pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestConte
     assert!(is_free(&*second, claim.key()).await, "a released claim holds the key");
 }
 
-/// A downgrade of an exclusive claim to upgradable keeps its token, lets readers in, and excludes a
-/// second upgradable claim. The claim can be upgraded again, with a larger token.
+/// After the downgrade of an exclusive claim to upgradable, the claim has the same token, readers
+/// are granted, and a second upgradable claim is busy. Another upgrade has a larger token.
 pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, mut grant) = upgradable(context, &*first, context.long_lease()).await;
@@ -261,8 +269,8 @@ pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
     freed(&*first, &claim).await;
 }
 
-/// A request to downgrade that arrives late, after the claim was upgraded again, does not weaken
-/// it: readers stay out.
+/// A late downgrade request, after the claim was upgraded again, does not change its mode: readers
+/// are busy.
 pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
@@ -279,8 +287,8 @@ pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestCont
     freed(&*first, &claim).await;
 }
 
-/// A request to upgrade that arrives late, after the claim was downgraded to shared, does not make
-/// it stronger and blocks no readers.
+/// A late upgrade request, after the claim was downgraded to shared, does not change its mode and
+/// blocks no readers.
 pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
@@ -312,7 +320,7 @@ pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
 }
 
 /// A waiting upgrade that is not repeated stops blocking new readers when the lease of its last
-/// attempt is over. The claim keeps the key.
+/// attempt ends. The claim still holds the key.
 pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
@@ -480,8 +488,8 @@ pub async fn a_guard_is_upgraded_after_the_readers_and_downgraded(context: &Test
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// An exclusive guard becomes upgradable and exclusive again, in turn. It excludes other upgradable
-/// callers throughout.
+/// An exclusive guard is downgraded to upgradable and upgraded, repeatedly. It excludes other
+/// upgradable callers throughout.
 pub async fn a_guard_is_converted_repeatedly(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let mut guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -505,8 +513,8 @@ pub async fn a_guard_is_converted_repeatedly(context: &TestContext) {
     assert_eq!(local.held(), 0, "a converted lock is counted twice");
 }
 
-/// `try_upgrade_for` returns the unchanged guard at its deadline if a reader stays. Readers can
-/// then enter, and a later upgrade succeeds.
+/// `try_upgrade_for` returns the unchanged guard at its deadline if a reader still holds the lock.
+/// New readers can then acquire it, and a later upgrade succeeds.
 pub async fn an_upgrade_that_times_out_leaves_the_guard_held(context: &TestContext) {
     let (local, reading) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
@@ -528,8 +536,8 @@ pub async fn an_upgrade_that_times_out_leaves_the_guard_held(context: &TestConte
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// Dropping an `upgrade` future releases the lock: readers enter, and the key is free after the
-/// last reader.
+/// Dropping an `upgrade` future releases the lock: readers acquire it, and the key is free after
+/// the last reader.
 pub async fn a_dropped_upgrade_frees_the_key(context: &TestContext) {
     let (local, reading) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
@@ -543,7 +551,8 @@ pub async fn a_dropped_upgrade_frees_the_key(context: &TestContext) {
     context.assert_becomes_free(&local, "orders:42").await;
 }
 
-/// If the lock is lost while `upgrade` waits, it returns `LockError::Lost`, and readers can enter.
+/// If the lock is lost while `upgrade` waits, `upgrade` returns `LockError::Lost`, and readers can
+/// acquire the lock.
 pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     let (local, reading) =
         (context.registry_of(context.renewed_lease()).await, context.registry().await);
@@ -585,7 +594,7 @@ pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(contex
     }
     assert!(!guard.is_held());
     drop(guard);
-    // First polled after the loss and after the last guard is gone.
+    // First polled after the loss, and after the last guard was dropped.
     let reason = timeout(limit, unpolled).await.expect("the loss is reported");
     assert_eq!(reason, LostReason::Gone);
 }
@@ -606,8 +615,8 @@ pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext)
     unlock(guard).await;
 }
 
-/// An owner re-enters its lock in each mode after a conversion, also after other callers of its
-/// process have tried to acquire it. It cannot wait for itself.
+/// An owner re-enters its lock in each mode after a conversion, even if other callers of its
+/// process have tried to acquire it. An owner never waits for itself.
 pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     let registry = context.registry().await;
     let owner = Owner::new();
@@ -642,9 +651,9 @@ pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     unlock(lock.lock_with(own()).await.expect("the lock is free")).await;
 }
 
-/// A conversion that is not possible returns `LockError::InvalidConversion` and sends no attempt: a
-/// shared lock does not become stronger, and a lock with other guards is not converted. The lock is
-/// released afterwards.
+/// An invalid conversion returns `LockError::InvalidConversion` without an attempt, and the lock is
+/// then released. A shared lock cannot be upgraded, and a lock with other guards cannot be
+/// converted.
 pub async fn an_invalid_conversion_is_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -735,8 +744,8 @@ pub async fn waiters_acquire_the_lock_after_an_upgradable_holder(context: &TestC
     }
 }
 
-/// An upgrade does not wait for a writer of its own or another process that waits for the lock. The
-/// writer acquires it afterwards.
+/// An upgrade does not wait for a waiting writer of the same or another process. The writer
+/// acquires the lock afterwards.
 pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) {
     let local = context.registry().await;
     let (remote, count) = context.counting_registry().await;
@@ -757,7 +766,7 @@ pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) 
     }
 }
 
-/// An upgrade whose requests and replies are lost is repeated, and is one conversion.
+/// An upgrade is repeated if its requests or replies are lost, and converts the lock once.
 pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (local, remote) =
@@ -781,7 +790,7 @@ pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// A store that denies a conversion makes it return `LockError::Backend` at once, and the lock is
+/// If the store denies a conversion, the call returns `LockError::Backend` at once, and the lock is
 /// released.
 pub async fn a_denied_conversion_is_an_error_and_releases_the_lock(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
@@ -815,8 +824,8 @@ pub async fn close_ends_a_waiting_upgrade(context: &TestContext) {
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// Callers of two processes that read, upgrade if they can, and downgrade again never hold the lock
-/// exclusively next to others.
+/// While callers of two processes read, upgrade if they can, and downgrade again, no exclusive
+/// holder overlaps with another holder.
 pub async fn upgraded_sections_never_overlap_with_others(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let section = Arc::new(Section::default());
@@ -860,8 +869,8 @@ pub async fn upgrade_may_be_dropped_at_every_poll(context: &TestContext) {
     sweep_conversion(context, make, [&remote, &local]).await;
 }
 
-/// A `try_upgrade_for` future that gives up, and a `downgrade` future, may be dropped at every
-/// poll. The key is soon free.
+/// A `try_upgrade_for` future that withdraws its upgrade, and a `downgrade` future, may be dropped
+/// at every poll. The key is soon free.
 pub async fn a_withdrawal_and_a_downgrade_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = context.faulty(Faults::none().always(Operation::Acquire, slow)).await;
@@ -946,7 +955,7 @@ async fn acquire_upgradable(registry: &Registry) -> LockGuard {
     registry.obtain("orders:42").upgradable().await.expect("the lock is acquired")
 }
 
-/// Returns the output of `task`. Panics unless it ends soon.
+/// Returns the output of `task`. Panics unless the task ends within `max_wait`.
 async fn finished<T>(context: &TestContext, task: JoinHandle<T>) -> T {
     let output = timeout(context.max_wait(), task).await.expect("the call ends");
     output.expect("no panic")

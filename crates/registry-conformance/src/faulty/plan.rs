@@ -23,11 +23,15 @@ pub enum Operation {
     ForceRelease,
     /// `diagnose`.
     Diagnose,
+    /// `value`.
+    Value,
+    /// `set_value`.
+    SetValue,
 }
 
 impl Operation {
     /// All operations, in the order of their declaration.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Acquire,
         Self::Renew,
         Self::Release,
@@ -36,6 +40,8 @@ impl Operation {
         Self::List,
         Self::ForceRelease,
         Self::Diagnose,
+        Self::Value,
+        Self::SetValue,
     ];
 
     const fn index(self) -> usize {

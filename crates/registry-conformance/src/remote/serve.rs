@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use registry_core::{BackendError, Busy, Claim, Key, LockBackend};
+use registry_core::{BackendError, Busy, Claim, FencingToken, Key, LockBackend};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::protocol::{Reply, execute_messages, print, value};
-use crate::context::admin;
+use crate::context::{admin, values};
 
 /// A call of a backend. Only a [`Wait`](Self::Wait) is ever cancelled.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +20,8 @@ pub(super) enum BackendRequest {
     List,
     ForceRelease(Key),
     Diagnose,
+    Value(Key),
+    SetValue(Claim, FencingToken, Vec<u8>),
 }
 
 /// Executes through `backend` the requests of a [`RemoteBackend`](super::RemoteBackend) on this
@@ -57,6 +59,10 @@ async fn execute(
         BackendRequest::List => value(admin(backend).list().await),
         BackendRequest::ForceRelease(key) => value(admin(backend).force_release(&key).await),
         BackendRequest::Diagnose => value(admin(backend).diagnose().await),
+        BackendRequest::Value(key) => value(values(backend).value(&key).await),
+        BackendRequest::SetValue(claim, token, bytes) => {
+            value(values(backend).set_value(&claim, token, &bytes).await)
+        }
     }
 }
 
@@ -64,7 +70,7 @@ async fn execute(
 mod tests {
     use std::time::Duration;
 
-    use registry_core::{Attempt, ClaimMode, FencingToken, Holder, Queueing};
+    use registry_core::{Attempt, ClaimMode, Holder, Queueing};
     use serde::de::DeserializeOwned;
 
     use super::*;

@@ -12,13 +12,14 @@ mod without_a_bug {
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
         runs = 228,
-        skips = 152,
+        skips = 196,
         without = [
         fair,
         fair_on_request,
         shared,
         upgradable,
         permits,
+        values,
         namespaces,
         restart,
         wipe,

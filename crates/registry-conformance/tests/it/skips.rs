@@ -6,12 +6,13 @@ use std::panic::catch_unwind;
 use crate::tiny::{StoreBug, Tiny};
 use registry_conformance::{all_clauses, check, run};
 
-const WITHOUT: [&str; 9] = [
+const WITHOUT: [&str; 10] = [
     "fair",
     "fair_on_request",
     "shared",
     "upgradable",
     "permits",
+    "values",
     "namespaces",
     "restart",
     "wipe",

@@ -171,6 +171,19 @@ async fn a_key_is_free_after_the_min_hold_of_its_released_lock() {
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_next_local_holder_has_a_min_hold_of_its_own() {
+    let (ours, theirs) = two_processes();
+    let options = LockOptions::new().min_hold(Duration::from_millis(20));
+    let first = ours.obtain("k").lock_with(options.clone()).await.unwrap();
+    let lock = ours.obtain("k");
+    let second = tokio::spawn(async move { lock.lock_with(options).await });
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    first.unlock().await.unwrap();
+    second.await.unwrap().unwrap().unlock().await.unwrap();
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_none(), "free before its min_hold");
+}
+
 /// The in-process store with leases of at most 20 s.
 #[derive(Debug)]
 struct ShortLeaseStore(MemoryBackend);

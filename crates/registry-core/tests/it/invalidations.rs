@@ -14,7 +14,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Capabilities, Claim, Holder, Invalidations, Key, LockAdmin, LockBackend,
-    LockError, LockOptions, LostReason, MemoryBackend, Registry, Release, Renewal,
+    LockError, LockOptions, LockRegistryExt as _, LostReason, MemoryBackend, Registry, Release,
+    Renewal,
 };
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -150,6 +151,33 @@ async fn an_invalidation_notifies_the_holder_of_a_loss_at_once() {
     assert_eq!(broken_at.elapsed(), Duration::ZERO);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     assert_eq!(store.renewals(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_keys_are_not_acquired_with_one_that_is_lost_already() {
+    let store = Store::new();
+    let other = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
+    let held = other.obtain("a").lock().await.unwrap();
+    let registry = store.registry();
+    let lock = registry.obtain_all(["a", "b"]);
+    let locking = tokio::spawn(async move { lock.lock().await });
+    // It waits for the key that is held.
+    sleep(ms(1)).await;
+    Store::delay_responses(&store.acquire_responses);
+    held.unlock().await.unwrap();
+    // Longer than the poll interval.
+    sleep(ms(1_000)).await;
+    store.acquire_responses.add_permits(1);
+    // It holds that key, and has no response for the other one.
+    sleep(ms(1)).await;
+    store.holder("b").await;
+    store.force_release("a").await;
+    store.invalidate("a");
+    sleep(ms(20)).await;
+    store.acquire_responses.add_permits(Semaphore::MAX_PERMITS);
+    let guard = locking.await.unwrap().unwrap();
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -284,3 +284,40 @@ async fn a_reader_returns_no_tokens_that_hand_overs_of_another_key_have_used() {
     let next = granted(&store, &claim("a", ClaimMode::Exclusive, 16)).await;
     assert!(next.get() > first.get() + 10, "{next} after ten hand-overs of {first}");
 }
+
+/// A late request of an upgrade that was given up makes the claim exclusive, with a token that the
+/// holder does not know.
+#[tokio::test(start_paused = true)]
+async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fails() {
+    let store = MemoryBackend::new();
+    let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let guard = registry.obtain("k").upgradable().await.unwrap();
+    let late = guard.claim().clone().converted_to(ClaimMode::Exclusive);
+    granted(&store, &late.of_grant(guard.fencing_token())).await;
+    let downgraded = guard.downgrade().await;
+    assert!(matches!(downgraded, Err(LockError::Lost { .. })), "{downgraded:?}");
+    registry.idle().await;
+    assert_eq!(registry.obtain("k").holders().await.unwrap(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_several_keys_that_were_acquired_are_held_for_their_min_hold() {
+    let (a, b) = pair();
+    let options = LockOptions::new().min_hold(Duration::from_secs(60));
+    let keys = a.obtain_all(["a", "b"]);
+    let held = b.obtain("b").lock().await.unwrap();
+    assert!(keys.try_lock_with(options.clone()).await.unwrap().is_none());
+    assert!(b.obtain("a").try_lock().await.unwrap().is_some());
+    b.idle().await;
+    held.unlock().await.unwrap();
+    keys.lock_with(options).await.unwrap().unlock().await.unwrap();
+    for key in ["a", "b"] {
+        assert!(b.obtain(key).try_lock().await.unwrap().is_none(), "{key:?} is free too early");
+    }
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    assert!(b.obtain_all(["a", "b"]).try_lock().await.unwrap().is_some());
+    let invalid =
+        LockOptions::new().min_hold(Duration::from_secs(2)).max_hold(Duration::from_secs(1));
+    let refused = keys.try_lock_with(invalid).await;
+    assert!(matches!(refused, Err(LockError::InvalidOption { .. })), "{refused:?}");
+}

@@ -19,13 +19,17 @@ const RENEWAL_INTERVAL: Duration = Duration::from_secs(4);
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
-    batch_max: usize,
+    policy: RenewalPolicy,
     calls: Mutex<Vec<usize>>,
 }
 
 impl Store {
     fn new(batch_max: usize) -> Arc<Self> {
-        Arc::new(Self { inner: MemoryBackend::new(), batch_max, calls: Mutex::default() })
+        Self::with_policy(RenewalPolicy::new().with_batch_max(batch_max))
+    }
+
+    fn with_policy(policy: RenewalPolicy) -> Arc<Self> {
+        Arc::new(Self { inner: MemoryBackend::new(), policy, calls: Mutex::default() })
     }
 
     fn registry(self: &Arc<Self>) -> Registry {
@@ -40,8 +44,7 @@ impl Store {
 #[async_trait]
 impl LockBackend for Store {
     fn capabilities(&self) -> Capabilities {
-        let renewal = RenewalPolicy::new().with_batch_max(self.batch_max);
-        self.inner.capabilities().with_renewal(renewal)
+        self.inner.capabilities().with_renewal(self.policy)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -94,4 +97,22 @@ async fn renewal_calls_are_as_large_as_the_store_accepts() {
     // The minimum is four calls per period.
     assert!(calls.len() <= 10 * 5 + 5, "{} calls: {calls:?}", calls.len());
     assert!(guards.iter().all(LockGuard::is_held));
+}
+
+/// A store that reports changes only to records that it has renewed must also report them after a
+/// conversion.
+#[tokio::test(start_paused = true)]
+async fn a_converted_claim_is_verified_as_early_as_a_new_one() {
+    let verify_after = Duration::from_millis(25);
+    let store = Store::with_policy(RenewalPolicy::new().with_verify_after(verify_after));
+    let registry = store.registry();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    sleep(verify_after / 2).await;
+    let guard = guard.downgrade_to_upgradable().await.unwrap();
+    sleep(verify_after * 2).await;
+    assert_eq!(store.calls(), [1]);
+    let guard = guard.upgrade().await.unwrap();
+    sleep(verify_after * 2).await;
+    assert_eq!(store.calls(), [1]);
+    assert!(guard.is_held());
 }

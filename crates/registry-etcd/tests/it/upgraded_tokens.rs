@@ -56,17 +56,49 @@ async fn all_claims_behind_an_upgraded_one_have_larger_tokens() {
             queue.push(waiting(mode));
             busy(&second, queue.last().unwrap()).await;
         }
-        let mut last = upgraded;
-        for claim in queue {
-            let token = granted(&second, &claim).await;
-            assert!(token > last, "{claim:?}: {token:?} after {last:?}");
-            assert_eq!(granted(&second, &claim).await, token, "{claim:?}");
-            let holders = second.admin().unwrap().inspect(claim.key()).await.unwrap();
-            assert!(holders.iter().any(|holder| holder.token == Some(token)), "{holders:?}");
-            let renewed = second.renew(std::slice::from_ref(&claim)).await.pop().unwrap();
-            assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-            assert_eq!(second.release(&claim).await.unwrap(), Release::Freed, "{claim:?}");
-            last = token;
-        }
+        assert_are_granted_after(&second, queue, upgraded).await;
+    }
+}
+
+/// A claim that was enqueued behind an exclusive claim has a larger token than an upgrade of that
+/// claim after a downgrade. The claims are more than one transaction changes.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_that_waited_through_a_downgrade_and_an_upgrade_have_larger_tokens() {
+    let server = EtcdServer::start().await.unwrap();
+    let (first, second) = (client(&server).await, client(&server).await);
+    let exclusive = waiting(ClaimMode::Exclusive);
+    let token = granted(&first, &exclusive).await;
+    let permits = ClaimMode::Permits { take: 1, of: 2 };
+    let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared, permits];
+    let mut queue = Vec::new();
+    for mode in modes.into_iter().cycle().take(120) {
+        queue.push(waiting(mode));
+        busy(&second, queue.last().unwrap()).await;
+    }
+    let downgrade = exclusive.clone().converted_to(ClaimMode::Upgradable).of_grant(token);
+    assert_eq!(granted(&first, &downgrade).await, token);
+    for mode in modes {
+        queue.push(waiting(mode));
+        busy(&second, queue.last().unwrap()).await;
+    }
+    let upgrade = exclusive.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
+    let upgraded = granted(&first, &upgrade).await;
+    assert_eq!(granted(&first, &upgrade).await, upgraded);
+    assert_eq!(first.release(&exclusive).await.unwrap(), Release::Freed);
+    assert_are_granted_after(&second, queue, upgraded).await;
+}
+
+/// Asserts that the claims are granted one after the other, with tokens that grow from `last` on.
+async fn assert_are_granted_after(client: &EtcdBackend, queue: Vec<Claim>, mut last: FencingToken) {
+    for claim in queue {
+        let token = granted(client, &claim).await;
+        assert!(token > last, "{claim:?}: {token:?} after {last:?}");
+        assert_eq!(granted(client, &claim).await, token, "{claim:?}");
+        let holders = client.admin().unwrap().inspect(claim.key()).await.unwrap();
+        assert!(holders.iter().any(|holder| holder.token == Some(token)), "{holders:?}");
+        let renewed = client.renew(std::slice::from_ref(&claim)).await.pop().unwrap();
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        assert_eq!(client.release(&claim).await.unwrap(), Release::Freed, "{claim:?}");
+        last = token;
     }
 }

@@ -107,6 +107,8 @@ async fn fetch_meta(
     texts: &MySqlStatements,
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
+    // If only some of the tables exist, the others are created.
+    fetch(connection, texts.has_values.as_str().to_owned()).await?;
     let statements: &RowStatements = texts.as_ref();
     fetch(connection, statements.meta.as_str().to_owned()).await
 }

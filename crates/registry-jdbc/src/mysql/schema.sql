@@ -5,6 +5,7 @@
 -- Locking needs these rights:
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
+--   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
 --
 -- Rows may be deleted manually if the server's clock was never set back: new tokens are at least
 -- that clock's microseconds.
@@ -21,6 +22,15 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     label     MEDIUMBLOB               COMMENT 'UTF-8; the record of all claims if several hold the key',
     since     BIGINT          NOT NULL,
     until     BIGINT          NOT NULL COMMENT 'held until then, or free since then'
+) ENGINE = InnoDB;
+
+-- The value blocks of keys. A row is never deleted.
+CREATE TABLE IF NOT EXISTS lock_registry_values (
+    id        BINARY(32)      NOT NULL PRIMARY KEY COMMENT 'as in lock_registry_locks',
+    namespace VARBINARY(255)  NOT NULL COMMENT 'UTF-8',
+    lock_key  VARBINARY(4096) NOT NULL COMMENT 'UTF-8',
+    token     BIGINT          NOT NULL COMMENT 'the fencing token of the writer',
+    value     BLOB            NOT NULL
 ) ENGINE = InnoDB;
 
 -- One row for all namespaces.

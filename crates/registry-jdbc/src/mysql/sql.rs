@@ -30,7 +30,9 @@ use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-use crate::server::{HolderStatements, RECORD_MARKER, RowStatements, StatementText};
+use crate::server::{
+    HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
+};
 
 /// The statements that create the tables. They are sent on an exclusively used connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -65,6 +67,7 @@ pub(crate) struct MySqlStatements {
     rows: RowStatements,
     pub(super) meta_now: StatementText,
     pub(super) label_size: StatementText,
+    pub(super) has_values: StatementText,
     pub(super) holder_connection: StatementText,
     pub(super) kill: StatementText,
     pub(super) renew: StatementText,
@@ -104,11 +107,14 @@ impl MySqlStatements {
         let marker = format!("x'{:032x}'", u128::from_be_bytes(RECORD_MARKER));
         let text = |template: &str| {
             let text = template
+                .replace("{has_grant}", HAS_GRANT)
+                .replace("{has_session_grant}", HAS_SESSION_GRANT)
                 .replace("{free}", FREE)
                 .replace("{is_in_snapshot}", IS_IN_SNAPSHOT)
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{values}", &format!("{database}.{prefix}_values"))
                 .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
@@ -144,11 +150,17 @@ impl MySqlStatements {
             write_grant: text(WRITE_RECORD),
             reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
             release_alone: text(RELEASE_ALONE),
+            values: ValueStatements {
+                read: text(READ_VALUE),
+                write: text(&WRITE_VALUE.replace("{condition}", HAS_GRANT)),
+                write_in_session: text(&WRITE_VALUE.replace("{condition}", HAS_SESSION_GRANT)),
+            },
         };
         Self {
             rows,
             meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
             label_size: text(LABEL_SIZE),
+            has_values: text("SELECT 1 FROM {values} WHERE FALSE"),
             holder_connection: text(HOLDER_CONNECTION),
             kill: text("KILL CONNECTION $1"),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -434,23 +446,53 @@ const FORCE_RELEASE: &str = "\
 /// transaction's snapshot contains the grant. The inner select depends on the outer select, so that
 /// the snapshot begins only after the wait of the outer select.
 ///
-/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
-/// token block at 100.
-///
 /// Parameters: id, claim, token, first 33 bytes of the entry.
 const FENCE: &str = "\
     SELECT CAST(EXISTS ( \
         SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND ( \
             seen.claim = l.claim AND seen.token = l.token \
             OR l.claim = {marker} AND (seen.claim = $2 OR seen.claim = {marker} AND LOCATE($4, seen.label) > 0)) \
-    ) AS SIGNED) FROM {locks} AS l \
-    WHERE l.id = $1 AND l.until > {now} AND CASE \
+    ) AS SIGNED) FROM {locks} AS l WHERE {has_grant} FOR UPDATE";
+
+/// The condition that the row `l` has the grant of a claim, or a record that contains it.
+///
+/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
+/// token block at 100.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry.
+const HAS_GRANT: &str = "\
+    l.id = $1 AND l.until > {now} AND CASE \
         WHEN l.claim = $2 THEN l.token <= $3 AND $3 < l.token + l.block \
         WHEN l.claim = {marker} AND LOCATE($4, l.label) > 0 THEN \
             CAST(SUBSTR(l.label, LOCATE($4, l.label) + 33, 16) AS SIGNED) > {now} \
             AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) <= $3 \
             AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) \
-                + CAST(SUBSTR(l.label, LOCATE($4, l.label) + 100, 10) AS SIGNED) > $3 END FOR UPDATE";
+                + CAST(SUBSTR(l.label, LOCATE($4, l.label) + 100, 10) AS SIGNED) > $3 END";
+
+/// As [`HAS_GRANT`], for a lock that ends with a connection. Even after the end of the connection,
+/// the next grant must change the row first.
+///
+/// Parameters: id, claim, token.
+const HAS_SESSION_GRANT: &str =
+    "l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block";
+
+/// Returns token, value and the server's time. Token and value are null if the key has no value.
+///
+/// Parameter: id.
+const READ_VALUE: &str = "\
+    SELECT v.token, v.value, {now} FROM (SELECT 1 AS one) AS one LEFT JOIN {values} AS v ON v.id = $1";
+
+/// Writes the value of a key whose row has this claim and token. The row lock keeps the key from
+/// being granted to another claim until the value is committed. It is shared, because the
+/// connection of a session may also have it.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value.
+const WRITE_VALUE: &str = "\
+    INSERT INTO {values} (id, namespace, lock_key, token, value) \
+    SELECT $1, $5, $6, $3, $7 FROM {locks} AS l WHERE {condition} AND $4 IS NOT NULL AND {writable} \
+        AND NOT EXISTS (SELECT 1 FROM {values} AS newer WHERE newer.id = $1 AND newer.token > $3) \
+    LOCK IN SHARE MODE \
+    ON DUPLICATE KEY UPDATE token = VALUES(token), value = VALUES(value)";
 
 /// Whether a select without locks sees the row `l` that a locking select has found.
 const IS_IN_SNAPSHOT: &str = "\
@@ -545,14 +587,12 @@ const SESSION_ENSURE_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT $1, $2, $3, $4, $5, $6, NULL, {now}, 0 FROM DUAL";
 
-/// Like [`FENCE`], for a lock that ends with a connection. Even after the end of the connection,
-/// the next grant must change the row first. The row lock is shared, because the connection of the
-/// holder may also have it.
+/// Like [`FENCE`], for a lock that ends with a connection. The row lock is shared, because the
+/// connection of the holder may also have it.
 ///
 /// Parameters: id, claim, token.
 const FENCE_SESSION_GRANT: &str = "\
-    SELECT {is_in_snapshot} FROM {locks} AS l \
-    WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block LOCK IN SHARE MODE";
+    SELECT {is_in_snapshot} FROM {locks} AS l WHERE {has_session_grant} LOCK IN SHARE MODE";
 
 /// Writes a claim and a larger token to the row, unless the row contains a lease or a transaction
 /// has locked it. The token is the *last insert id*; zero means that nothing was written. The

@@ -322,6 +322,10 @@ impl TableNames {
     pub(super) fn meta(&self) -> String {
         format!("{}.{}_meta", quoted(&self.schema), self.prefix)
     }
+
+    pub(super) fn values(&self) -> String {
+        format!("{}.{}_values", quoted(&self.schema), self.prefix)
+    }
 }
 
 /// Returns the quoted identifier. Schema names that the server returned have not been checked.

@@ -61,20 +61,23 @@ async fn check_tables(
     Ok((statements, id))
 }
 
-/// Returns the schema that contains the tables.
+/// Returns the schema that contains the tables. If only some of them exist, the others are created.
 async fn find_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
 ) -> Result<Option<String>, BackendError> {
-    let meta = format!("{}_meta", config.settings.table_prefix);
-    let named = match &config.schema {
-        Some(schema) => format!("{}.{meta}", quoted(schema)),
-        None => meta,
+    let named = |table: &str| {
+        let table = format!("{}_{table}", config.settings.table_prefix);
+        match &config.schema {
+            Some(schema) => format!("{}.{table}", quoted(schema)),
+            None => table,
+        }
     };
+    let (meta, values) = (named("meta"), named("values"));
     // Both names have been checked: they contain only letters, digits and underscores.
     let text = format!(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
-         WHERE pg_class.oid = to_regclass('{named}')"
+         WHERE pg_class.oid = to_regclass('{meta}') AND to_regclass('{values}') IS NOT NULL"
     );
     // Every pooler passes plain text on unchanged.
     let rows = fetch(connection, text).await.map_err(Postgres::explain)?;

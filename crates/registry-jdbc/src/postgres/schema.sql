@@ -6,6 +6,7 @@
 --   GRANT USAGE ON SCHEMA … TO …;
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
+--   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
 
 -- One row for all namespaces.
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
@@ -49,3 +50,12 @@ REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION lock_regist
 
 CREATE OR REPLACE TRIGGER lock_registry_truncated BEFORE TRUNCATE ON lock_registry_locks
 FOR EACH STATEMENT EXECUTE FUNCTION lock_registry_purged();
+
+-- The value blocks of keys. A row is never deleted.
+CREATE TABLE IF NOT EXISTS lock_registry_values (
+    id        bytea  NOT NULL PRIMARY KEY,          -- as in lock_registry_locks
+    namespace bytea  NOT NULL,                      -- UTF-8
+    key       bytea  NOT NULL,                      -- UTF-8
+    token     bigint NOT NULL,                      -- the fencing token of the writer
+    value     bytea  NOT NULL
+);

@@ -23,7 +23,9 @@
 
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-use crate::server::{HolderStatements, RECORD_MARKER, RowStatements, StatementText};
+use crate::server::{
+    HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
+};
 
 /// The statements that create the tables. They are sent on a separate connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -69,6 +71,7 @@ impl PgStatements {
                 .replace("{notify}", NOTIFY)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
+                .replace("{values}", &tables.values())
                 .replace("{now}", &now);
             StatementText::numbered(&text)
         };
@@ -101,6 +104,17 @@ impl PgStatements {
             write_grant: text(WRITE_GRANT),
             reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
             release_alone: text(RELEASE_ALONE),
+            values: ValueStatements {
+                read: text(READ_VALUE),
+                write: text(&WRITE_VALUE.replace("{fence}", FENCE)),
+                write_in_session: text(
+                    &WRITE_VALUE.replace(
+                        "{fence}",
+                        &FENCE_SESSION_GRANT
+                            .replace("FOR KEY SHARE", "AND $4::bytea IS NOT NULL FOR KEY SHARE"),
+                    ),
+                ),
+            },
         };
         Self {
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -589,6 +603,24 @@ const FENCE_SESSION_GRANT: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block \
     FOR KEY SHARE";
+
+/// Returns token, value and the server's time. Token and value are null if the key has no value.
+///
+/// Parameters: id
+const READ_VALUE: &str = "\
+    SELECT v.token, v.value, {now} FROM (SELECT) AS one LEFT JOIN {values} AS v ON v.id = $1::bytea";
+
+/// Writes the value of a key whose row has this claim and token. [`FENCE`] keeps the row from being
+/// granted to another claim until the value is committed.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value
+const WRITE_VALUE: &str = "\
+    WITH fenced AS MATERIALIZED ({fence}) \
+    INSERT INTO {values} AS v (id, namespace, key, token, value) \
+    SELECT $1::bytea, $5::bytea, $6::bytea, $3::bigint, $7::bytea FROM fenced \
+    ON CONFLICT (id) DO UPDATE SET token = excluded.token, value = excluded.value \
+    WHERE v.token <= excluded.token \
+    RETURNING true";
 
 /// Writes a claim and a larger token to the row, unless another client holds a lease or a
 /// transaction has locked the row. Returns whether a lease exists. Clients that request a lease

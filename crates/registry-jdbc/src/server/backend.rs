@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use registry_core::config::BackendConfig as _;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder,
-    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy, ValueStore,
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
@@ -312,6 +312,10 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
         }
         SqlMode::Lease | SqlMode::Spring(_) => capabilities,
     };
+    let capabilities = match mode {
+        SqlMode::Lease | SqlMode::Session | SqlMode::Row => capabilities.with_values(),
+        SqlMode::Spring(_) => capabilities,
+    };
     if D::has_wakeups(config, mode) { capabilities.with_wakes() } else { capabilities }
 }
 
@@ -365,6 +369,10 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
         Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
+        self.capabilities.values.then_some(self)
     }
 
     async fn close(&self) {

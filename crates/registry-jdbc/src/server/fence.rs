@@ -72,7 +72,7 @@ async fn explain_missing_row<D: SpringDialect>(
     }
 }
 
-fn classify<D: SpringDialect>(source: sqlx::Error) -> FenceError {
+pub(super) fn classify<D: SpringDialect>(source: sqlx::Error) -> FenceError {
     if D::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if D::is_busy(&source) {

@@ -9,6 +9,7 @@ mod dialect;
 mod store;
 mod rows;
 mod several;
+mod values;
 pub(crate) mod spring_rows;
 pub(crate) mod spring;
 // Sending statements.
@@ -28,6 +29,7 @@ mod token_reservation;
 // Transactions of the caller.
 mod fence;
 mod lock_in;
+mod run_in;
 // Housekeeping.
 mod purge;
 mod diagnose;
@@ -67,6 +69,7 @@ pub(crate) use store::{Store, read_meta};
 #[cfg(feature = "mysql")]
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;
+pub(crate) use values::ValueStatements;
 
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
 /// wait for a row. So no client acts on a row that it read before the row's deletion.

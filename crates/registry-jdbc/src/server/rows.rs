@@ -12,6 +12,7 @@ use super::dialect::{Dialect, LeaseStore, WakeupSource, attempt_from_existing_gr
 use super::several::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
+use super::values::ValueStatements;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
 
 /// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
@@ -45,6 +46,7 @@ pub(crate) struct RowStatements {
     pub(crate) reacquire_alone: StatementText,
     /// As `release`, for a claim that is alone in a record.
     pub(crate) release_alone: StatementText,
+    pub(crate) values: ValueStatements,
 }
 
 /// Queries for holders.

@@ -2,9 +2,9 @@
 //! a place in the queue.
 //!
 //! Such a key has one row, whose claim is [`RECORD_MARKER`] and whose label is the text of a
-//! [`LockRecord`]. To a
-//! statement for exclusive claims, another claim seems to hold this row, because no claim has that
-//! id. A request on the record reads the row, decides, and writes the row if it is unchanged.
+//! [`LockRecord`]. A statement for exclusive claims treats this row as held by another claim,
+//! because no claim has that id. A request on the record reads the row, decides, and writes the row
+//! if it is unchanged.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ struct Columns {
     token: i64,
     block: i64,
     label: Option<Vec<u8>>,
-    /// In a row with a record, this grows with each change that may let another claim in.
+    /// In a row with a record, increases with each change after which another claim may be granted.
     since: i64,
     /// In a row with a record, the end of the last entry, or a later time. Each write increases
     /// `since` or `until`, so together they are the version of the row.
@@ -64,7 +64,7 @@ impl Columns {
         claim: &[u8],
         until: u64,
     ) -> Result<RecordEntry, BackendError> {
-        // Another program may write a shorter claim.
+        // Another program may write a shorter claim id.
         let mut id = [0; 16];
         id.iter_mut().zip(claim).for_each(|(to, from)| *to = *from);
         let label = self.label.as_deref().map(|label| String::from_utf8_lossy(label).into());
@@ -78,23 +78,23 @@ impl Columns {
 }
 
 thread_local! {
-    /// The key of claims that are only converted to entries, which contain no key.
+    /// A placeholder key for claims that are only converted to entries. Entries contain no key.
     static PLACEHOLDER_KEY: Key = Key::new("-").expect("a key of one character is valid");
 }
 
 fn parse_record<D: Dialect>(text: Option<&[u8]>) -> Result<LockRecord, BackendError> {
     let text = text.and_then(|text| std::str::from_utf8(text).ok());
     let record = text.and_then(|text| LockRecord::parse(text).ok());
-    record.ok_or_else(|| corrupt::<D>("the record of a key is damaged"))
+    record.ok_or_else(|| corrupt::<D>("the record of a key is corrupt"))
 }
 
-/// A key's row when it was read.
+/// The row of a key, as it was read.
 struct StoredRow {
     /// `None` if the key has no row.
     columns: Option<Columns>,
     /// The server's time.
     now: i64,
-    /// The largest token of all purged rows.
+    /// The largest token of all purged rows. New tokens are larger.
     floor: i64,
 }
 
@@ -170,13 +170,13 @@ struct Change {
     record: LockRecord,
     /// The token and the token block of a new grant.
     grant: Option<(FencingToken, u32)>,
-    /// If this change ends the newest grant, the number of tokens that this grant has used. The
-    /// rest of its token block is then free.
+    /// If this change ends the newest grant, the number of tokens that this grant used. Later
+    /// grants may use the rest of its token block.
     block_used: Option<i64>,
     kind: ChangeKind,
     /// Whether another claim may be granted after the change.
     lets_others_in: bool,
-    /// Whether the server may answer before the change is on its disk.
+    /// Whether the server may respond before the change is on its disk.
     allows_async_commit: bool,
 }
 
@@ -225,8 +225,8 @@ impl<D: Dialect> LeaseTable<D> {
                 grant,
                 block_used: None,
                 kind,
-                // A conversion to a weaker mode may let others in. So may the grant of a queued
-                // claim, because those behind it move up.
+                // After a downgrade, other claims may be granted. The same applies after the grant
+                // of a queued claim, because the claims behind it move up.
                 lets_others_in: is_granted && had_entry,
                 allows_async_commit: false,
                 record,
@@ -240,7 +240,7 @@ impl<D: Dialect> LeaseTable<D> {
                 }
                 Ok(None) => {}
                 Err(error) => match attempt {
-                    // The claim is busy, and keeps the place that it has, if any.
+                    // The claim is busy, and keeps its place if it has one.
                     Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
                         busy.is_queued = had_entry;
                         if claim.joins_queue() && !had_entry {
@@ -262,8 +262,8 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Grants a key whose row is probably free to `claim`, which is then alone in the record.
-    /// Returns `None` if the row is missing or not free.
+    /// Grants `claim` a key whose row is probably free. The record then has no other entry. Returns
+    /// `None` if the row is missing or not free.
     pub(super) async fn reacquire_alone(
         &self,
         claim: &Claim,
@@ -287,7 +287,7 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds the position from which a busy claim waits for the next change of `row`.
+    /// Adds to a busy response the mark after which the claim waits for a change of `row`.
     fn with_mark(
         &self,
         claim: &Claim,
@@ -308,7 +308,7 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Renews claims that the statement for exclusive grants did not find. Returns the results in
-    /// their order.
+    /// the order of `claims`.
     pub(super) async fn renew_in_records(
         &self,
         claims: &[&Claim],
@@ -319,8 +319,8 @@ impl<D: Dialect> LeaseTable<D> {
         let index_groups: Vec<Vec<usize>> =
             order.chunk_by(same_key).map(<[usize]>::to_vec).collect();
         let renewals = index_groups.into_iter().map(|indices| async move {
-            let of_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
-            let renewed = self.renew_in_record(&of_key).await;
+            let of_one_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
+            let renewed = self.renew_in_record(&of_one_key).await;
             (indices, renewed)
         });
         let mut renewals = stream::iter(renewals).buffer_unordered(RENEWALS_CONCURRENT);
@@ -345,7 +345,7 @@ impl<D: Dialect> LeaseTable<D> {
         for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(key, ConnectionUse::Renew(shortest)).await?;
             if previous_columns.is_some() && previous_columns == stored.columns {
-                // The write has skipped a locked row.
+                // The write skipped the row, because another transaction has locked it.
                 sleep(pauses.next().ok_or_else(|| error::row_locked(D::STORE))?).await;
             } else {
                 pauses = LOCKED_ROW_PAUSES.into_iter();
@@ -401,7 +401,7 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Ends the grant of `claim` if it is alone in its record.
+    /// Ends the grant of `claim` if its record has no other entry.
     async fn release_alone(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut values =
             vec![self.id(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
@@ -506,13 +506,13 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(is_written.then_some(columns))
     }
 
-    /// Returns the error after too many changes by other clients. No request has changed anything.
+    /// Returns the error after too many changes by other clients. The request has changed nothing.
     async fn conflict_error(&self) -> BackendError {
         if let Err(error) = self.store.check_meta().await {
             return error;
         }
         let message = format!(
-            "{}: {WRITE_ATTEMPTS_MAX} other changes of the key interfered; retry",
+            "{}: other clients changed the key during each of {WRITE_ATTEMPTS_MAX} attempts; retry",
             D::STORE
         );
         BackendError::transient(message).as_refused()
@@ -520,7 +520,7 @@ impl<D: Dialect> LeaseTable<D> {
 }
 
 impl Change {
-    /// A change that grants nothing.
+    /// Creates a change that grants nothing.
     fn without_grant(record: LockRecord) -> Self {
         Self {
             record,
@@ -546,7 +546,7 @@ pub(super) fn decode_holders<D: Dialect>(
 }
 
 /// Returns whether a new grant of `claim` joins readers. Such a grant need not wait for open fenced
-/// transactions: all of them are of readers, because the first reader's grant waited for the
+/// transactions: all of these belong to readers, because the first reader's grant waited for all
 /// others.
 fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
     let is_reader = |entry: &RecordEntry| {
@@ -557,15 +557,15 @@ fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
         && before.entries().iter().any(is_reader)
 }
 
-/// The number of changes by other clients after which a request fails.
+/// The maximum number of attempts if other clients change the row between a read and a write.
 const WRITE_ATTEMPTS_MAX: u32 = 50;
 
 /// The time after which a claim that joins the queue repeats an attempt whose place could not be
 /// written.
 const RETRY_FOR_PLACE: Duration = Duration::from_millis(10);
 
-/// The pauses between attempts to renew claims in a row that another transaction has locked. Their
-/// sum is longer than a change by another client usually locks the row.
+/// The pauses between attempts to renew claims in a row that another transaction has locked. A
+/// change by another client usually locks the row for less than their sum.
 const LOCKED_ROW_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimMode, FencingToken,
-    Finding, Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
+    Finding, Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal, ValueStore,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -146,6 +146,15 @@ impl SqliteBackend {
     /// Returns the statement that finds the claim's grant and acquires SQLite's write lock.
     pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         self.statements.fence(claim, token)
+    }
+
+    pub(crate) fn write_value_statement(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: Vec<u8>,
+    ) -> SqliteQuery {
+        self.statements.write_value(claim, token, value)
     }
 
     /// Returns whether the open files are still at their paths, where other processes open them.
@@ -364,6 +373,10 @@ impl LockBackend for SqliteBackend {
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    fn values(&self) -> Option<&dyn ValueStore> {
         Some(self)
     }
 

@@ -163,6 +163,7 @@ impl BackendConfig for SqliteConfig {
             .with_shared()
             .with_upgradable()
             .with_permits()
+            .with_values()
             .with_fair_on_request()
     }
 

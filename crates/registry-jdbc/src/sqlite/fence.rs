@@ -54,7 +54,7 @@ async fn missing_row_error(
     }
 }
 
-fn fence_error(source: sqlx::Error) -> FenceError {
+pub(super) fn fence_error(source: sqlx::Error) -> FenceError {
     if error::is_missing_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {

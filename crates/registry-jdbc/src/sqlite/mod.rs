@@ -11,6 +11,7 @@ mod paths;
 mod backend;
 mod renew;
 mod several;
+mod values;
 mod statement;
 mod clock;
 mod sql;
@@ -24,6 +25,7 @@ mod waiters;
 mod commit_watch;
 // Checking a token in the caller's transaction.
 mod fence;
+mod run_in;
 // Housekeeping.
 mod purge;
 mod diagnose;

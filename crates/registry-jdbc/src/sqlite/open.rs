@@ -105,7 +105,7 @@ async fn read_meta(
     connection: &mut SqliteConnection,
     path: &Path,
 ) -> Result<Option<MetaRow>, OpenError> {
-    if sqlx::query(sql::META_TABLE).fetch_all(&mut *connection).await?.is_empty() {
+    if sqlx::query(sql::ALL_TABLES).fetch_all(&mut *connection).await?.is_empty() {
         return Ok(None);
     }
     let rows = sqlx::query(sql::META).fetch_all(connection).await?;

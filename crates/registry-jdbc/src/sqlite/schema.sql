@@ -29,6 +29,15 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     PRIMARY KEY (namespace, key)
 ) STRICT, WITHOUT ROWID;
 
+-- The value blocks of keys. A row is never deleted.
+CREATE TABLE IF NOT EXISTS lock_registry_values (
+    namespace TEXT    NOT NULL,
+    key       BLOB    NOT NULL,                             -- UTF-8
+    token     INTEGER NOT NULL,                             -- the fencing token of the writer
+    value     BLOB    NOT NULL,
+    PRIMARY KEY (namespace, key)
+) STRICT;
+
 -- Tokens never decrease when a row is deleted, by any client.
 CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
 BEGIN

@@ -13,9 +13,11 @@ pub(super) const VERSION: i64 = 1;
 /// Creates the tables. Contains several statements, so the shared connections must not run it.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// Returns the name of the meta table, if the table exists.
-pub(super) const META_TABLE: &str =
-    "SELECT name FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta'";
+/// Returns a row if the oldest and the newest table exist. If only some tables exist, the others
+/// are created.
+pub(super) const ALL_TABLES: &str = "\
+    SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta' AND EXISTS ( \
+        SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_values')";
 
 pub(super) const META: &str =
     "SELECT version, boot, store FROM main.lock_registry_meta WHERE id = 1";
@@ -146,6 +148,23 @@ pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
     WHERE namespace = ?1 AND key = ?2 AND claim <> x'2b' AND until > ?3 AND boot = ?4";
 
+/// The condition that a row has the grant of a claim, or a record that contains it.
+///
+/// Parameters: namespace, key, claim, token, now, boot, claim as text.
+macro_rules! has_grant {
+    () => {
+        "namespace = ?1 AND key = ?2 AND until > ?5 AND boot = ?6 \
+        AND (claim = ?3 AND token <= ?4 AND ?4 < token + block \
+            OR claim = x'2b' AND instr(label, ?7) > 0 \
+                AND substr(label, instr(label, ?7) + 32, 1) BETWEEN 'a' AND 'z' \
+                AND CAST(substr(label, instr(label, ?7) + 33, 16) AS INTEGER) > ?5 \
+                AND CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) <= ?4 \
+                AND ?4 < CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) \
+                    + CAST(substr(label, instr(label, ?7) + 100, 10) AS INTEGER)) \
+        AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)"
+    };
+}
+
 /// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
 /// token. In the row of several claims, this is the claim's entry; the positions are those of
 /// [`LockRecord::to_text`](registry_core::LockRecord::to_text).
@@ -154,17 +173,23 @@ pub(super) const FORCE_RELEASE: &str = "\
 /// connection can write, so no other claim can be granted the key.
 ///
 /// Parameters: namespace, key, claim, token, now, boot, claim as text.
-pub(crate) const FENCE: &str = "\
-    UPDATE main.lock_registry_locks SET block = block \
-    WHERE namespace = ?1 AND key = ?2 AND until > ?5 AND boot = ?6 \
-        AND (claim = ?3 AND token <= ?4 AND ?4 < token + block \
-            OR claim = x'2b' AND instr(label, ?7) > 0 \
-                AND substr(label, instr(label, ?7) + 32, 1) BETWEEN 'a' AND 'z' \
-                AND CAST(substr(label, instr(label, ?7) + 33, 16) AS INTEGER) > ?5 \
-                AND CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) <= ?4 \
-                AND ?4 < CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) \
-                    + CAST(substr(label, instr(label, ?7) + 100, 10) AS INTEGER)) \
-        AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
+pub(crate) const FENCE: &str =
+    concat!("UPDATE main.lock_registry_locks SET block = block WHERE ", has_grant!());
+
+/// Writes the value of a key whose row has this claim and token, as in [`FENCE`].
+///
+/// Parameters: namespace, key, claim, token, now, boot, claim as text, value.
+pub(super) const WRITE_VALUE: &str = concat!(
+    "INSERT INTO main.lock_registry_values (namespace, key, token, value) \
+     SELECT ?1, ?2, ?4, ?8 FROM main.lock_registry_locks WHERE ",
+    has_grant!(),
+    " ON CONFLICT (namespace, key) DO UPDATE SET token = excluded.token, value = excluded.value \
+     WHERE token <= excluded.token"
+);
+
+/// Returns token and value of a key. Parameters: namespace, key.
+pub(super) const READ_VALUE: &str =
+    "SELECT token, value FROM main.lock_registry_values WHERE namespace = ?1 AND key = ?2";
 
 /// Returns the row after which the next search for dead rows starts.
 pub(super) const PURGE_POSITION: &str =
@@ -306,6 +331,8 @@ mod tests {
             sql::RELEASE,
             sql::FORCE_RELEASE,
             sql::FENCE,
+            sql::WRITE_VALUE,
+            sql::READ_VALUE,
             sql::PURGE_CANDIDATES,
             sql::PURGE,
         ];

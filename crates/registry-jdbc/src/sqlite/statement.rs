@@ -110,7 +110,12 @@ impl SqliteStatementBinder {
     }
 
     pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
-        query(sql::FENCE)
+        self.with_grant(sql::FENCE, claim, token)
+    }
+
+    /// Binds a statement that finds the row with this grant.
+    fn with_grant(&self, sql: &'static str, claim: &Claim, token: FencingToken) -> SqliteQuery {
+        query(sql)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
             .bind(claim_bytes(claim))
@@ -118,6 +123,20 @@ impl SqliteStatementBinder {
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
             .bind(claim.id().to_string())
+    }
+
+    /// Binds [`sql::WRITE_VALUE`].
+    pub(super) fn write_value(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        value: Vec<u8>,
+    ) -> SqliteQuery {
+        self.with_grant(sql::WRITE_VALUE, claim, token).bind(value)
+    }
+
+    pub(super) fn read_value(&self, key: &Key) -> SqliteQuery {
+        query(sql::READ_VALUE).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
     }
 
     pub(super) fn read_row(&self, key: &Key) -> SqliteQuery {

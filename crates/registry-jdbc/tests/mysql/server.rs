@@ -136,7 +136,10 @@ impl TestServer {
     }
 
     pub(crate) async fn wipe(&self) {
-        self.0.sql("DROP TABLE lock_registry_locks, lock_registry_meta").await.unwrap();
+        self.0
+            .sql("DROP TABLE lock_registry_locks, lock_registry_meta, lock_registry_values")
+            .await
+            .unwrap();
         self.0.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
     }
 }

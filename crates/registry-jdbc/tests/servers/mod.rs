@@ -6,6 +6,7 @@ pub(crate) mod conformance;
 pub(crate) mod fence;
 pub(crate) mod failures;
 mod lock_in;
+mod run_in;
 pub(crate) mod opening;
 pub(crate) mod row;
 mod rows;

@@ -69,8 +69,11 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
     server.sql(Backend::schema()).await.unwrap();
     let error = open_refused(worker()).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
-    for (rights, table) in [("SELECT, INSERT, UPDATE, DELETE", "locks"), ("SELECT, UPDATE", "meta")]
-    {
+    for (rights, table) in [
+        ("SELECT, INSERT, UPDATE, DELETE", "locks"),
+        ("SELECT, UPDATE", "meta"),
+        ("SELECT, INSERT, UPDATE", "values"),
+    ] {
         let grant = format!("GRANT {rights} ON {SCHEMA}.lock_registry_{table} TO {WORKER}");
         server.sql(&grant).await.unwrap();
     }

@@ -3,12 +3,13 @@
 
 use std::error::Error as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendErrorKind, Claim, ClaimMode, Grant, Key, LockAdmin as _, LockBackend,
-    LockError, LockOptions, LockRegistryExt as _, Queueing, Registry, Release,
+    Attempt, BackendErrorKind, Claim, ClaimMode, FencingToken, Grant, Key, LockAdmin as _,
+    LockBackend, LockError, LockGuard, LockOptions, LockRegistryExt as _, Queueing, Registry,
+    Release,
 };
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
@@ -17,7 +18,7 @@ use registry_testkit::{eventually, within};
 use registry_zk::{FenceError, Layout, Multi as _, Naming, TooManyUnits, ZkBackend};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{interval, sleep};
-use zookeeper_client::{Acls, Client, CreateMode};
+use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use super::support::{
     LONG_SESSION, MINUTE_SESSION, backend, config, operator, registry, registry_over, secs,
@@ -51,7 +52,7 @@ async fn nodes(operator: &Client) -> Vec<String> {
 async fn start_upgrade(
     registry: &Registry,
     operator: &Client,
-) -> JoinHandle<Result<registry_core::LockGuard, LockError>> {
+) -> JoinHandle<Result<LockGuard, LockError>> {
     let guard = registry.obtain("k").upgradable().await.unwrap();
     let upgrade = tokio::spawn(guard.upgrade());
     let has_request = async || nodes(operator).await.iter().any(|name| name.contains("-q-lock-"));
@@ -108,6 +109,194 @@ async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
     }
     println!("{errors} errors");
     assert!(errors > 5, "the proxy cut {errors} replies");
+}
+
+fn waiting(mode: ClaimMode) -> Claim {
+    claim(mode).with_queueing(Queueing::Join)
+}
+
+/// Makes a held claim weaker or stronger, and returns its token.
+async fn convert(client: &ZkBackend, held: &Claim, token: FencingToken, to: ClaimMode) -> Grant {
+    grant(client, &held.clone().converted_to(to).of_grant(token)).await
+}
+
+/// Asserts that `claim` is granted with a token larger than `last`, that a repeated attempt returns
+/// the same token, and that others see this token. Returns it.
+async fn assert_later_token(
+    client: &ZkBackend,
+    other: &ZkBackend,
+    claim: &Claim,
+    last: FencingToken,
+) -> FencingToken {
+    let token = grant(client, claim).await.token;
+    assert!(token > last, "{claim:?}: {token:?} after {last:?}");
+    for _ in 0..2 {
+        assert_eq!(grant(client, claim).await.token, token, "{claim:?}");
+    }
+    let holders = other.inspect(claim.key()).await.unwrap();
+    assert!(holders.iter().any(|holder| holder.token == Some(token)), "{claim:?}: {holders:?}");
+    token
+}
+
+/// A writer, readers, a second writer, permits and an upgradable claim wait while the holder is
+/// downgraded and upgraded again. Only the first writer ever waits directly behind the upgraded
+/// node.
+#[tokio::test]
+async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of_their_grants() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let (first, second) =
+        (backend(&server.url(), LONG_SESSION).await, backend(&server.url(), LONG_SESSION).await);
+    let held = claim(ClaimMode::Exclusive);
+    let initial = grant(&first, &held).await.token;
+    let [writer, reader, other_reader, next_writer, permits, upgradable] = [
+        ClaimMode::Exclusive,
+        ClaimMode::Shared,
+        ClaimMode::Shared,
+        ClaimMode::Exclusive,
+        ClaimMode::Permits { take: 1, of: 2 },
+        ClaimMode::Upgradable,
+    ]
+    .map(waiting);
+    for claim in [&writer, &reader, &other_reader, &next_writer, &permits, &upgradable] {
+        assert_busy(&second, claim).await;
+    }
+    let weaker = convert(&first, &held, initial, ClaimMode::Upgradable).await.token;
+    assert_eq!(weaker, initial);
+    let upgraded = convert(&first, &held, weaker, ClaimMode::Exclusive).await.token;
+    assert!(upgraded > initial);
+    assert_eq!(first.release(&held).await.unwrap(), Release::Freed);
+
+    let token = assert_later_token(&second, &first, &writer, upgraded).await;
+    assert_eq!(second.release(&writer).await.unwrap(), Release::Freed);
+    let of_reader = assert_later_token(&second, &first, &reader, token).await;
+    let of_other = assert_later_token(&second, &first, &other_reader, token).await;
+    // The write of the other reader changes nothing for the first one.
+    assert_eq!(grant(&second, &reader).await.token, of_reader);
+    for claim in [&reader, &other_reader] {
+        assert_eq!(second.release(claim).await.unwrap(), Release::Freed);
+    }
+    let last = of_reader.max(of_other);
+    let token = assert_later_token(&second, &first, &next_writer, last).await;
+    assert_eq!(second.release(&next_writer).await.unwrap(), Release::Freed);
+    let token = assert_later_token(&second, &first, &permits, token).await;
+    assert_eq!(second.release(&permits).await.unwrap(), Release::Freed);
+    let token = assert_later_token(&second, &first, &upgradable, token).await;
+    let token = {
+        let upgraded = convert(&second, &upgradable, token, ClaimMode::Exclusive).await.token;
+        assert!(upgraded > token);
+        upgraded
+    };
+    // A claim that is newer than all these writes writes nothing.
+    let written = operator.check_stat(LOCK).await.unwrap().unwrap().version;
+    let newest = waiting(ClaimMode::Exclusive);
+    assert_busy(&first, &newest).await;
+    assert_eq!(second.release(&upgradable).await.unwrap(), Release::Freed);
+    assert_later_token(&first, &second, &newest, token).await;
+    let stat = operator.check_stat(LOCK).await.unwrap().unwrap();
+    assert_eq!(stat.version, written);
+    assert_eq!(first.release(&newest).await.unwrap(), Release::Freed);
+    assert_eq!(nodes(&operator).await, FREE);
+}
+
+/// The replies to a claim that takes a later token are cut after each number of bytes. The token
+/// that it is granted is the one that the store has.
+#[tokio::test]
+async fn a_later_token_whose_reply_is_lost_is_one_token() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let client = backend(&format!("zk://{}", proxy.addr()), LONG_SESSION * 3).await;
+    let other = backend(&server.url(), LONG_SESSION).await;
+    let mut errors = 0;
+    for (round, reply_bytes) in (0..700).step_by(20).enumerate() {
+        let held = claim(ClaimMode::Upgradable);
+        let token = grant(&other, &held).await.token;
+        let mode = if round % 2 == 0 { ClaimMode::Exclusive } else { ClaimMode::Upgradable };
+        let waiter = waiting(mode);
+        assert_busy(&client, &waiter).await;
+        let upgraded = convert(&other, &held, token, ClaimMode::Exclusive).await.token;
+        assert_eq!(other.release(&held).await.unwrap(), Release::Freed);
+        proxy.set_mode(ProxyMode::CutAfter { reply_bytes }).await.unwrap();
+        let mut attempt = within(LONG, client.try_acquire(&waiter)).await;
+        errors += usize::from(attempt.is_err());
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        proxy.cut_all().await;
+        while let Err(error) = attempt {
+            assert!(error.is_retryable(), "{error:?}");
+            attempt = within(LONG, client.try_acquire(&waiter)).await;
+        }
+        let Ok(Attempt::Granted(granted)) = attempt else { panic!("{attempt:?}") };
+        assert!(granted.token > upgraded, "{granted:?} after {upgraded:?}");
+        let holders = other.inspect(waiter.key()).await.unwrap();
+        let [holder] = &holders[..] else { panic!("{holders:?}") };
+        assert_eq!((holder.mode, holder.token), (mode, Some(granted.token)));
+        let again = eventually(LONG, async || client.try_acquire(&waiter).await).await;
+        let Attempt::Granted(again) = again else { panic!("{again:?}") };
+        assert_eq!(again.token, granted.token);
+        let released = eventually(LONG, async || client.release(&waiter).await).await;
+        assert_eq!(released, Release::Freed);
+    }
+    println!("{errors} errors");
+    assert!(errors > 5, "the proxy cut {errors} replies");
+}
+
+async fn set_rights(operator: &Client, rights: Permission) {
+    let acls = [Acl::new(rights, AuthId::anyone())];
+    operator.set_acl(LOCK, &acls, None).await.unwrap();
+}
+
+/// An upgrade, and a claim that waits during it, write the lock's node. Without this right, they
+/// return an error, and no claim is granted with a token that is too small.
+#[tokio::test]
+async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let (first, second) =
+        (backend(&server.url(), LONG_SESSION).await, backend(&server.url(), LONG_SESSION).await);
+    let read_only = Permission::READ | Permission::CREATE | Permission::DELETE | Permission::ADMIN;
+    let held = claim(ClaimMode::Upgradable);
+    let token = grant(&first, &held).await.token;
+    let writer = waiting(ClaimMode::Exclusive);
+    assert_busy(&second, &writer).await;
+    let upgrade = held.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
+    set_rights(&operator, read_only).await;
+    let error = first.try_acquire(&upgrade).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{error:?}");
+    set_rights(&operator, Permission::ALL).await;
+    let upgraded = grant(&first, &upgrade).await.token;
+    set_rights(&operator, read_only).await;
+    assert_eq!(first.release(&held).await.unwrap(), Release::Freed);
+    let error = second.try_acquire(&writer).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{error:?}");
+    // A claim that no upgrade has passed writes nothing, but this one waits for the other.
+    assert_busy(&first, &claim(ClaimMode::Exclusive)).await;
+    set_rights(&operator, Permission::ALL).await;
+    assert_later_token(&second, &first, &writer, upgraded).await;
+    assert_eq!(second.release(&writer).await.unwrap(), Release::Freed);
+    set_rights(&operator, read_only).await;
+    let writer = claim(ClaimMode::Exclusive);
+    grant(&first, &writer).await;
+    assert_eq!(first.release(&writer).await.unwrap(), Release::Freed);
+}
+
+/// Without a release, the node would block all others until it is abandoned.
+#[tokio::test]
+async fn a_busy_claim_whose_node_cannot_be_deleted_reports_that_it_must_be_released() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let client = backend(&server.url(), LONG_SESSION).await;
+    let other = backend(&server.url(), LONG_SESSION).await;
+    let held = claim(ClaimMode::Exclusive);
+    grant(&other, &held).await;
+    set_rights(&operator, Permission::READ | Permission::CREATE | Permission::ADMIN).await;
+    let busy = claim(ClaimMode::Exclusive);
+    let error = client.try_acquire(&busy).await.unwrap_err();
+    assert!(error.kind() == BackendErrorKind::Denied && !error.refused(), "{error:?}");
+    assert_eq!(nodes(&operator).await.len(), 2);
+    set_rights(&operator, Permission::ALL).await;
+    client.release(&busy).await.unwrap();
+    assert_eq!(other.release(&held).await.unwrap(), Release::Freed);
+    assert_eq!(nodes(&operator).await, FREE);
 }
 
 /// As above, for the transaction that takes the units of Curator's semaphore.
@@ -340,7 +529,7 @@ async fn a_converted_guard_writes_fenced_until_it_is_lost() {
     operator.create("/balance", b"0", &persistent).await.unwrap();
     let client = registry(&server.url(), LONG_SESSION).await;
     let mut guard = client.obtain("k").upgradable().await.unwrap();
-    let write = async |guard: &registry_core::LockGuard, value: &str| {
+    let write = async |guard: &LockGuard, value: &str| {
         guard.multi().unwrap().set("/balance", value, None).commit().await.unwrap();
     };
     write(&guard, "1").await;
@@ -358,17 +547,55 @@ async fn a_converted_guard_writes_fenced_until_it_is_lost() {
     assert_eq!(operator.get_data("/balance").await.unwrap().0, b"3");
 }
 
+#[tokio::test]
+async fn a_guard_that_waited_during_an_upgrade_writes_fenced() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    operator.create("/balance", b"0", &persistent).await.unwrap();
+    let first = registry(&server.url(), LONG_SESSION).await;
+    let second = registry(&server.url(), LONG_SESSION).await;
+    let guard = first.obtain("k").upgradable().await.unwrap();
+    let lock = second.obtain("k");
+    let waiter = tokio::spawn(async move { lock.lock().await });
+    eventually(LONG, async || nodes(&operator).await.len() == 2).await;
+    let guard = guard.upgrade().await.unwrap();
+    let upgraded = guard.fencing_token();
+    guard.unlock().await.unwrap();
+    let next = within(LONG, waiter).await.unwrap().unwrap();
+    assert!(next.fencing_token() > upgraded);
+    next.multi().unwrap().set("/balance", "1", None).commit().await.unwrap();
+    assert_eq!(operator.get_data("/balance").await.unwrap().0, b"1");
+    next.unlock().await.unwrap();
+}
+
 /// The holders of one key. An exclusive holder counts as 1,000, a permit or a reader as one.
 #[derive(Debug, Default)]
 struct Holders {
     readers: AtomicI32,
     permits: AtomicI32,
+    /// The largest token of all holders, and of all exclusive holders.
+    last_token: AtomicU64,
+    last_exclusive_token: AtomicU64,
 }
 
 const EXCLUSIVE: i32 = 1_000;
 
 impl Holders {
-    async fn hold(&self, mode: ClaimMode) {
+    async fn hold(&self, guard: &LockGuard) {
+        let (mode, token) = (guard.mode(), guard.fencing_token().get());
+        // A downgrade keeps the token.
+        let is_downgraded = mode == ClaimMode::Shared;
+        let last = match mode {
+            ClaimMode::Exclusive => &self.last_token,
+            _ => &self.last_exclusive_token,
+        };
+        let last = last.load(Ordering::SeqCst);
+        assert!(token > last || is_downgraded && token == last, "{mode}: {token} after {last}");
+        self.last_token.fetch_max(token, Ordering::SeqCst);
+        if mode == ClaimMode::Exclusive {
+            self.last_exclusive_token.fetch_max(token, Ordering::SeqCst);
+        }
         let counter = match mode {
             ClaimMode::Permits { .. } => &self.permits,
             _ => &self.readers,
@@ -393,7 +620,7 @@ impl Holders {
 }
 
 /// Readers, writers, upgrades and permits of several processes exclude each other as their modes
-/// require while their connections break all the time.
+/// require, and have tokens in this order, while their connections break all the time.
 #[tokio::test]
 async fn modes_exclude_each_other_while_connections_break() {
     const CLIENTS: usize = 4;
@@ -420,13 +647,13 @@ async fn modes_exclude_each_other_while_connections_break() {
                     }
                     _ => {
                         let guard = lock.upgradable_with(options()).await.unwrap();
-                        holders.hold(guard.mode()).await;
+                        holders.hold(&guard).await;
                         let guard = guard.upgrade().await.unwrap();
-                        holders.hold(guard.mode()).await;
+                        holders.hold(&guard).await;
                         guard.downgrade().await.unwrap()
                     }
                 };
-                holders.hold(guard.mode()).await;
+                holders.hold(&guard).await;
                 guard.unlock().await.unwrap();
             }
         });

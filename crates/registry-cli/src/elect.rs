@@ -1,0 +1,148 @@
+//! `lockreg elect`: runs a command while this process leads a role.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lock_registry::election::Election;
+use lock_registry::observe::Observer;
+use lock_registry::{Key, LockError, LockRegistryExt as _, Registry};
+use serde_json::json;
+use tokio::time::sleep;
+
+use crate::acquire::{LockObserver, close_after, warn_about_process_reach};
+use crate::args;
+use crate::exit::{self, CliError, causes};
+use crate::lock::HeldLock;
+use crate::output::{Output, printable};
+use crate::run::command::Program;
+use crate::run::{LockedRun, Recording, RunEnd};
+use crate::signals::Signals;
+use crate::store::StoreConfig;
+
+/// A validated `lockreg elect`, before any access to the store.
+#[derive(Debug)]
+pub(crate) struct ElectCommand {
+    role: Key,
+    data: String,
+    grace: Duration,
+    program: Program,
+    store: StoreConfig,
+}
+
+impl ElectCommand {
+    pub(crate) fn check(
+        global: &args::GlobalArgs,
+        elect: &args::ElectArgs,
+    ) -> Result<Self, CliError> {
+        let role = args::parse_key(&elect.role)?;
+        let store = StoreConfig::choose(global)?;
+        let store = store.with_holder(elect.lease.as_deref(), elect.label.as_deref(), None)?;
+        if elect.data.len() > Election::DATA_BYTES_MAX {
+            return Err(CliError::usage(format!(
+                "--data has {} bytes, which is more than the maximum {}; shorten it",
+                elect.data.len(),
+                Election::DATA_BYTES_MAX
+            )));
+        }
+        // Checked last, as in `run`.
+        let program = Program::find(elect.command.clone())?;
+        Ok(Self { role, data: elect.data.clone(), grace: elect.grace, program, store })
+    }
+
+    /// Campaigns and runs the command, until the command ends by itself or a signal arrives.
+    /// Returns the exit status.
+    pub(crate) async fn execute(
+        self,
+        mut signals: Signals,
+        output: Output,
+    ) -> Result<u8, CliError> {
+        let Self { role, data, grace, program, store } = self;
+        let observer = LockObserver::new();
+        let registry = tokio::select! {
+            registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
+            signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
+        };
+        warn_about_process_reach(&registry, output);
+        let candidate = Candidate {
+            election: registry.election(role.as_str()).data(data),
+            registry: &registry,
+            program: &program,
+            grace,
+            output,
+        };
+        let status = candidate.run(&observer, &mut signals).await;
+        close_after(&registry, &status, Duration::ZERO, &mut signals).await;
+        status
+    }
+}
+
+struct Candidate<'a> {
+    election: Election,
+    registry: &'a Registry,
+    program: &'a Program,
+    grace: Duration,
+    output: Output,
+}
+
+impl Candidate<'_> {
+    async fn run(&self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
+        loop {
+            let role = self.election.role();
+            let text = format!("campaigning for {}", printable(role));
+            self.output.notice("campaigning", &text, json!({ "key": role }));
+            let won = tokio::select! {
+                biased;
+                won = self.election.campaign() => won,
+                signal = signals.next_termination() => {
+                    return Ok(exit::status_of_signal(signal as i32));
+                }
+            };
+            let (guard, vacancy) = match won {
+                Ok(won) => won,
+                Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
+                    self.report_failure(&error);
+                    tokio::select! {
+                        () = sleep(RETRY_INTERVAL) => continue,
+                        signal = signals.next_termination() => {
+                            return Ok(exit::status_of_signal(signal as i32));
+                        }
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let (role, token) = (guard.key().to_owned(), guard.fencing_token().get());
+            self.output.notice(
+                "leading",
+                &format!("leading {} under token {token}", printable(&role)),
+                json!({ "key": role, "token": token }),
+            );
+            let margin = guard.valid_for() / MARGIN_DIVISOR;
+            let has_fencing = self.registry.capabilities().fencing;
+            let (guard, grace) = (HeldLock::single(guard), self.grace.min(margin));
+            let locked = LockedRun::new(guard, has_fencing, self.program, grace, self.output)
+                .with_margin(margin)
+                .with_recording(Recording::Vacancy(vacancy));
+            match locked.run(observer, signals).await {
+                Ok(RunEnd::Exited(status)) => return Ok(status),
+                // The next campaign begins.
+                Ok(RunEnd::Lost) | Err(CliError::Lock(LockError::Lost { .. })) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn report_failure(&self, error: &LockError) {
+        let texts = causes(error);
+        self.output.notice(
+            "campaign_failed",
+            &format!("{}; retrying", texts.join(": ")),
+            json!({ "key": self.election.role(), "causes": texts }),
+        );
+    }
+}
+
+/// The pause after a failed campaign.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// The part of the lease in which the command must have ended. Renewals begin after a third of the
+/// lease, so a command is ended only after several failed ones.
+const MARGIN_DIVISOR: u32 = 3;

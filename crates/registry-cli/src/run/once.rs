@@ -1,0 +1,148 @@
+//! `lockreg run --once-per` and `--tick`: whether the command is due, and the record that it ran.
+
+use std::time::Duration;
+
+use lock_registry::election::Vacancy;
+use lock_registry::once::{Begun, DoneRecord, Job, ScheduledJob, Tick, Ticks};
+use lock_registry::{LockError, LockRegistryExt as _, Registry};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::acquire::AcquireOptions;
+use crate::args::OnceArgs;
+use crate::exit::CliError;
+use crate::lock::{HeldLock, LockRequest};
+use crate::output::{Output, printable};
+use crate::signals::Signals;
+
+/// The schedule of a command, before any access to the store.
+#[derive(Debug)]
+pub(crate) struct OnceCommand {
+    schedule: Schedule,
+    counts_failures: bool,
+}
+
+#[derive(Debug)]
+enum Schedule {
+    Period(Duration),
+    Tick(Tick),
+}
+
+/// Whether the command is due.
+#[derive(Debug)]
+pub(crate) enum OnceOutcome {
+    Due(HeldLock, Recording),
+    /// It ran, or another process runs it. This is reported already.
+    NotDue,
+    /// A signal requested the end of this process.
+    Signal(Signal),
+}
+
+/// What to record when the command has ended.
+#[derive(Debug)]
+pub(crate) enum Recording {
+    /// That the tick is done.
+    Tick { ticks: Ticks, tick: Tick, counts_failures: bool },
+    /// That the role has no leader.
+    Vacancy(Vacancy),
+}
+
+impl OnceCommand {
+    pub(crate) fn check(args: &OnceArgs) -> Result<Option<Self>, CliError> {
+        let schedule = match (args.once_per, &args.tick) {
+            (Some(period), _) => Schedule::Period(period),
+            (None, Some(tick)) => Schedule::Tick(tick.as_str().into()),
+            (None, None) if args.count_failures => {
+                return Err(CliError::usage(
+                    "--count-failures has no effect without --once-per or --tick; add one of them",
+                ));
+            }
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(Self { schedule, counts_failures: args.count_failures }))
+    }
+
+    fn schedule(&self, job: Job) -> ScheduledJob {
+        match &self.schedule {
+            Schedule::Period(period) => job.every(*period),
+            Schedule::Tick(tick) => job.tick(tick.clone()),
+        }
+    }
+
+    /// Acquires the lock if the command is due. Reports on stderr if it is not.
+    pub(crate) async fn begin(
+        &self,
+        registry: &Registry,
+        request: &LockRequest,
+        options: &AcquireOptions,
+        signals: &mut Signals,
+        output: Output,
+    ) -> Result<OnceOutcome, CliError> {
+        let key = request.key();
+        // Another process that runs the command makes it not due, so the default is not to wait.
+        let wait = options.wait_limit.unwrap_or(Duration::ZERO);
+        let job = self.schedule(registry.once(key)).options(options.options.clone().wait(wait));
+        let begun = tokio::select! {
+            biased;
+            begun = job.begin() => begun?,
+            signal = signals.next_termination() => return Ok(OnceOutcome::Signal(signal)),
+        };
+        match begun {
+            Begun::Due(guard, mut ticks) => {
+                // At least one tick is due.
+                let tick = ticks.next().ok_or(LockError::Closed)?;
+                let counts_failures = self.counts_failures;
+                let recording = Recording::Tick { ticks, tick, counts_failures };
+                return Ok(OnceOutcome::Due(HeldLock::single(guard), recording));
+            }
+            Begun::AlreadyDone(record) => report_done(output, key, &record),
+            _ => output.notice(
+                "busy",
+                &format!("{} is not run: another process holds its lock", printable(key)),
+                json!({ "key": key }),
+            ),
+        }
+        Ok(OnceOutcome::NotDue)
+    }
+}
+
+impl Recording {
+    /// Returns the tick of the command, if it has one.
+    pub(crate) fn tick(&self) -> Option<String> {
+        match self {
+            Self::Tick { tick, .. } => Some(tick.to_string()),
+            Self::Vacancy(_) => None,
+        }
+    }
+
+    /// Writes the record after the command has ended with `status`. A tick is not done if the
+    /// command failed and failures do not count.
+    pub(crate) async fn complete(&self, guard: &HeldLock, status: u8) -> Result<(), LockError> {
+        match self {
+            Self::Tick { counts_failures: false, .. } if status != 0 => Ok(()),
+            // Only this tick is run, so the others are not needed.
+            Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
+            // Observers also detect the vacancy by the missing holder.
+            Self::Vacancy(vacancy) => {
+                _ = guard.set_value(vacancy.record()).await;
+                Ok(())
+            }
+        }
+    }
+}
+
+fn report_done(output: Output, key: &str, record: &DoneRecord) {
+    let tick = record.tick.to_string();
+    let at = humantime::format_rfc3339_seconds(record.at).to_string();
+    let by = record.label.as_deref().map(|label| format!(" by {}", printable(label)));
+    output.notice(
+        "already_done",
+        &format!(
+            "{} is not run: it ran for tick {} at {at}{}",
+            printable(key),
+            printable(&tick),
+            by.unwrap_or_default()
+        ),
+        json!({ "key": key, "tick": tick, "at": at, "label": record.label }),
+    );
+}

@@ -1,0 +1,79 @@
+//! `lockreg elect`: a command that runs while its process leads.
+
+use nix::sys::signal::Signal;
+
+use crate::support::TestStore;
+
+const COMMAND: [&str; 4] = ["--", "sh", "-c", "echo leads; read x; exit 3"];
+
+fn elect<'a>(options: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["elect"];
+    arguments.extend(options);
+    arguments.push("role");
+    arguments.extend(COMMAND);
+    arguments
+}
+
+fn start(store: &TestStore, options: &[&str]) -> crate::support::TestProcess {
+    let mut command = store.lockreg([]);
+    command.args(elect(options));
+    crate::support::TestProcess::start(&mut command)
+}
+
+#[test]
+fn one_candidate_runs_its_command_at_a_time_and_the_next_follows_its_end() {
+    let store = TestStore::new();
+    let first = start(&store, &["--label", "host 1", "--data", "10.0.0.1:80"]);
+    assert_eq!(first.next_line(), "leads");
+    let value = store.run(["value", "role"]);
+    assert!(value.stdout.contains("leader") && value.stdout.ends_with("10.0.0.1:80"), "{value:?}");
+    let token = store.holder("role").unwrap();
+    let mut second = start(&store, &[]);
+    // The command of the first candidate reads the end of stdin and ends with its own status.
+    assert_eq!(first.finish(), 3);
+    assert_eq!(second.next_line(), "leads");
+    assert!(store.holder("role").unwrap() > token);
+    second.signal(Signal::SIGTERM);
+    assert_eq!(second.wait(), 143);
+    assert_eq!(store.holder("role"), None);
+    let value = store.run(["value", "role"]);
+    assert!(value.stdout.contains("vacant"), "{value:?}");
+}
+
+#[test]
+fn a_candidate_that_loses_the_role_ends_its_command_and_campaigns_again() {
+    let store = TestStore::new();
+    let mut candidate = start(&store, &["--lease", "3s"]);
+    assert_eq!(candidate.next_line(), "leads");
+    let token = store.holder("role").unwrap();
+    assert_eq!(store.run(["break", "--yes", "role"]).status, 0);
+    assert_eq!(candidate.next_line(), "leads");
+    assert!(store.holder("role").unwrap() > token);
+    candidate.signal(Signal::SIGTERM);
+    assert_eq!(candidate.wait(), 143);
+}
+
+#[test]
+fn a_waiting_candidate_ends_at_a_signal() {
+    let store = TestStore::new();
+    let holder = store.start(["hold", "role"]);
+    holder.next_line();
+    let mut candidate = start(&store, &[]);
+    candidate.wait_for_stderr("campaigning for role");
+    candidate.signal(Signal::SIGINT);
+    assert_eq!(candidate.wait(), 130);
+    assert_eq!(holder.finish(), 0);
+}
+
+#[test]
+fn invalid_candidates_are_refused() {
+    let store = TestStore::new();
+    let long = "x".repeat(1_025);
+    for options in [&["--data", &long][..], &["--lease", "1ms"], &["--grace", "never"]] {
+        let mut command = store.lockreg([]);
+        let done = crate::support::CommandOutput::of(command.args(elect(options)));
+        assert_eq!(done.status, 64, "{options:?}: {done:?}");
+    }
+    let done = store.run(["elect", "role", "--", "/no/such/program"]);
+    assert_eq!(done.status, 127, "{done:?}");
+}

@@ -1,0 +1,293 @@
+//! Leader election: one leader at a time, a step-down in order, and what observers see.
+
+use std::time::Duration;
+
+use registry_core::election::{Election, Leadership, Term};
+use registry_core::{Claim, FencingToken, LockError, LockRegistryExt as _, LostReason};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+
+use crate::context::{TestContext, granted, key};
+use crate::faulty::{Fault, Faults, Operation};
+use crate::sweep::sweep;
+
+/// Of several candidates, one leads at a time, and each term has a larger token.
+pub async fn one_candidate_leads_at_a_time(context: &TestContext) {
+    let (terms, mut led) = mpsc::unbounded_channel();
+    let mut candidates = tokio::task::JoinSet::new();
+    for _ in 0..3 {
+        let (election, terms) = (context.registry().await.election("role"), terms.clone());
+        candidates.spawn(async move {
+            election
+                .run(async |term: Term| {
+                    terms.send(('+', term.token())).expect("the test lives");
+                    tokio::task::yield_now().await;
+                    terms.send(('-', term.token())).expect("the test lives");
+                })
+                .await
+        });
+    }
+    let mut last = None;
+    for _ in 0..10 {
+        let (begin, token) = next(context, &mut led).await;
+        assert_eq!(begin, '+', "two terms at once");
+        assert!(last < Some(token) || !context.capabilities().fencing, "{token} after {last:?}");
+        last = Some(token);
+        assert_eq!(next(context, &mut led).await, ('-', token), "two terms at once");
+    }
+    candidates.shutdown().await;
+}
+
+/// A step-down signals the work, waits for its end, releases the lock, and only then reports that
+/// the candidate follows.
+pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let election = local.election("role");
+    let (stopping, stopped) = oneshot::channel();
+    let (end, ended) = oneshot::channel::<()>();
+    let candidate = election.clone();
+    let running = tokio::spawn(async move {
+        candidate
+            .run_term(async |term: Term| {
+                term.stopping().await;
+                stopping.send(term.token()).expect("the test waits");
+                ended.await.expect("the test lives");
+            })
+            .await
+    });
+    let mut leadership = election.leadership();
+    let token = leads(context, &election).await;
+    assert!(election.step_down());
+    assert_eq!(stopped.await.expect("the work is signalled"), token);
+    // The work drains, so the candidate leads still.
+    assert_eq!(*leadership.borrow_and_update(), Leadership::Leader(token));
+    assert!(remote.obtain("role").try_lock().await.expect("the store answers").is_none());
+    end.send(()).expect("the work waits");
+    within(context, leadership.wait_for(|now| *now == Leadership::Follower)).await.expect("alive");
+    let lock = remote.obtain("role").try_lock().await.expect("the store answers");
+    lock.expect("a follower has released the lock").unlock().await.expect("the lock is released");
+    running.await.expect("no panic").expect("the term ends").expect("the work has ended");
+    assert!(!election.step_down(), "it leads no more");
+}
+
+/// Work that does not react to a step-down is dropped at the end of its lease.
+pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
+    let election = registry.election("role");
+    let candidate = election.clone();
+    let running = tokio::spawn(async move {
+        candidate.run_term(async |_: Term| std::future::pending::<()>().await).await
+    });
+    leads(context, &election).await;
+    assert!(election.step_down());
+    let limit = context.renewed_lease() + context.max_wait();
+    let ended = timeout(limit, running).await.expect("the work is dropped").expect("no panic");
+    assert_eq!(ended.expect("the term ends"), None);
+}
+
+/// Another candidate leads after a step-down, with a larger token. In a store without a queue, the
+/// former leader may win again, so it steps down until the other one leads. A former leader whose
+/// release has no reply yet is reported as leader until the reply.
+pub async fn another_candidate_leads_after_a_step_down(context: &TestContext) {
+    let elections =
+        [context.registry().await.election("role"), context.registry().await.election("role")];
+    let running = elections.each_ref().map(start);
+    let mut last = None;
+    for next in [0, 1, 0, 1] {
+        let token = within(context, async {
+            loop {
+                let reported = *elections[next].leadership().borrow();
+                if let Leadership::Leader(token) = reported
+                    && (last < Some(token) || !context.capabilities().fencing)
+                {
+                    return token;
+                }
+                // The other candidate may not wait yet when this one steps down.
+                elections[1 - next].step_down();
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+        last = Some(token);
+    }
+    running.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// Observers see the leader with its label and data, and see the vacancy after it steps down.
+pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let election = local.election("role").label("host 1").data("10.0.0.1:80");
+    let observer = remote.election("role");
+    let mut changes = observer.observe().with_interval(Duration::from_millis(20));
+    assert_eq!(observer.leader().await.expect("the role is read"), None);
+    assert_eq!(within(context, changes.changed()).await.expect("the role is read"), None);
+    let candidate = election.clone();
+    let running =
+        tokio::spawn(
+            async move { candidate.run_term(async |term: Term| term.stopping().await).await },
+        );
+    let token = leads(context, &election).await;
+    let leader = within(context, changes.changed()).await.expect("the role is read");
+    let leader = leader.expect("a candidate leads");
+    assert_eq!((leader.token, &leader.data[..]), (token, &b"10.0.0.1:80"[..]));
+    assert_eq!(leader.label.as_deref(), Some("host 1"));
+    assert_eq!(observer.leader().await.expect("the role is read"), Some(leader));
+    election.step_down();
+    running.await.expect("no panic").expect("the term ends");
+    assert_eq!(within(context, changes.changed()).await.expect("the role is read"), None);
+}
+
+/// Observers see the vacancy when a leader died: the record stays, but no claim holds the role.
+pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
+    let local = context.registry_of(context.renewed_lease()).await;
+    let remote = context.registry().await;
+    let election = local.election("role");
+    let candidate = election.clone();
+    let running = tokio::spawn(async move {
+        candidate.run_term(async |_: Term| std::future::pending::<()>().await).await
+    });
+    leads(context, &election).await;
+    let observer = remote.election("role");
+    assert!(observer.leader().await.expect("the role is read").is_some());
+    remote.force_release("role").await.expect("a held lock is broken");
+    let ended = running.await.expect("no panic").expect_err("the term is lost");
+    assert!(matches!(ended, LockError::Lost { .. }), "{ended}");
+    assert_eq!(observer.leader().await.expect("the role is read"), None);
+}
+
+/// A leader whose lock was broken is notified, its work is dropped, and it campaigns again with a
+/// larger token.
+pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &TestContext) {
+    let local = context.registry_of(context.renewed_lease()).await;
+    let remote = context.registry().await;
+    let election = local.election("role");
+    let candidate = election.clone();
+    let (terms, mut led) = mpsc::unbounded_channel();
+    let running = tokio::spawn(async move {
+        candidate
+            .run(async |term: Term| {
+                let lost = tokio::spawn(term.lost());
+                terms.send((term.token(), lost)).expect("the test lives");
+                std::future::pending::<()>().await;
+            })
+            .await
+    });
+    let (token, lost) = next(context, &mut led).await;
+    remote.force_release("role").await.expect("a held lock is broken");
+    assert_eq!(within(context, lost).await.expect("no panic"), LostReason::Gone);
+    let (next_token, _) = next(context, &mut led).await;
+    assert!(next_token > token || !context.capabilities().fencing, "{next_token} after {token}");
+    running.abort();
+}
+
+/// A candidate leads after the lease of a leader that died.
+pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
+    let dead = context.client().await;
+    granted(&*dead, &Claim::new(key("role"), context.short_lease())).await;
+    let election = context.registry().await.election("role");
+    let running = start(&election);
+    leads(context, &election).await;
+    running.abort();
+}
+
+/// A store error during the campaign does not end it, and leaves no record that blocks the role.
+pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestContext) {
+    let faults = Faults::none()
+        .at(Operation::Value, 1, Fault::LoseRequest)
+        .at(Operation::Acquire, 1, Fault::LoseReply)
+        .at(Operation::SetValue, 1, Fault::LoseReply);
+    let faulty = context.faulty(faults).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    let election = local.election("role");
+    let running = start(&election);
+    leads(context, &election).await;
+    running.abort();
+    _ = running.await;
+    let options = registry_core::LockOptions::new().wait(context.max_wait());
+    let lock = remote.obtain("role").lock_with(options).await.expect("the role is free");
+    lock.unlock().await.expect("the lock is released");
+}
+
+/// A step-down whose release has no reply still reports that the candidate follows, and the role
+/// becomes free.
+pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
+    let faults = Faults::none().at(Operation::SetValue, 2, Fault::LoseReply).at(
+        Operation::Release,
+        1,
+        Fault::LoseRequest,
+    );
+    let faulty = context.faulty(faults).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    let election = local.election("role");
+    let candidate = election.clone();
+    let running =
+        tokio::spawn(
+            async move { candidate.run_term(async |term: Term| term.stopping().await).await },
+        );
+    leads(context, &election).await;
+    election.step_down();
+    running.await.expect("no panic").expect("the term ends");
+    assert_eq!(*election.leadership().borrow(), Leadership::Follower);
+    let options = registry_core::LockOptions::new().wait(context.max_wait());
+    let lock = remote.obtain("role").lock_with(options).await.expect("the role is free");
+    lock.unlock().await.expect("the lock is released");
+}
+
+/// An election ends without an error when its registry is closed.
+pub async fn an_election_ends_when_its_registry_is_closed(context: &TestContext) {
+    let registry = context.registry().await;
+    let election = registry.election("role");
+    let running = start(&election);
+    leads(context, &election).await;
+    _ = registry.close(context.max_wait()).await;
+    let ended = within(context, running).await.expect("no panic");
+    ended.expect("the end of the registry is no error");
+    assert_eq!(*election.leadership().borrow(), Leadership::Follower);
+}
+
+/// A campaign may be dropped at every poll: the role is free again, and the candidate follows.
+#[expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
+pub async fn a_campaign_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let election = local.election("role");
+    let make = async || {
+        let election = election.clone();
+        async move { election.run_term(async |_: Term| tokio::task::yield_now().await).await }
+    };
+    sweep(make, 1_000, async |_| {
+        let mut leadership = election.leadership();
+        let follows = leadership.wait_for(|now| *now == Leadership::Follower);
+        within(context, follows).await.expect("the candidate lives");
+        let options = registry_core::LockOptions::new().wait(context.max_wait());
+        let lock = remote.obtain("role").lock_with(options).await.expect("the role is free");
+        lock.unlock().await.expect("the lock is released");
+    })
+    .await;
+}
+
+/// Runs a candidate whose work only waits for the end of its term.
+fn start(election: &Election) -> tokio::task::JoinHandle<Result<(), LockError>> {
+    let candidate = election.clone();
+    tokio::spawn(async move { candidate.run(async |term: Term| term.stopping().await).await })
+}
+
+/// Waits until the candidate leads.
+async fn leads(context: &TestContext, election: &Election) -> FencingToken {
+    let mut leadership = election.leadership();
+    let leads = leadership.wait_for(|now| matches!(now, Leadership::Leader(_)));
+    match *within(context, leads).await.expect("the candidate lives") {
+        Leadership::Leader(token) => token,
+        _ => unreachable!("the wait ends when the candidate leads"),
+    }
+}
+
+async fn next<T>(context: &TestContext, received: &mut mpsc::UnboundedReceiver<T>) -> T {
+    within(context, received.recv()).await.expect("the candidates live")
+}
+
+async fn within<T>(context: &TestContext, future: impl Future<Output = T>) -> T {
+    let limit = context.short_lease() * 4 + context.max_wait();
+    timeout(limit, future).await.expect("the event occurs in time")
+}

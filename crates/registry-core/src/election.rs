@@ -1,0 +1,616 @@
+//! Leader election: at most one candidate of a role runs its work at a time, over all processes.
+//!
+//! The leader is the holder of the role's lock. The value block of the role contains the leader and
+//! the start of its term. A candidate acquires the lock, writes the record, runs the work, and
+//! steps down in this order: it signals the work, waits for its end, writes that the role is
+//! vacant, releases the lock, and only then reports [`Leadership::Follower`].
+
+use std::fmt;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::watch;
+
+use crate::background::BackgroundReleaser;
+use crate::clock::{Moment, sleep};
+use crate::engine::{backoff, lost_error};
+use crate::error::{InvalidOption, LockError, LostReason};
+use crate::event::LockEvent;
+use crate::fencing::FencingToken;
+use crate::guard::{Hold, LockGuard};
+use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
+use crate::once::{host_time, millis};
+use crate::options::LockOptions;
+use crate::value::LockValue;
+
+/// A role that one candidate holds at a time, from
+/// [`LockRegistryExt::election`](crate::LockRegistryExt::election).
+///
+/// Clones are the same candidate. A handle that does not [`run`](Self::run) can observe the role.
+#[derive(Clone)]
+pub struct Election {
+    lock: DistributedLock,
+    options: LockOptions,
+    data: Arc<[u8]>,
+    candidate: Arc<Candidate>,
+}
+
+/// The state that the clones of a candidate share.
+struct Candidate {
+    leadership: watch::Sender<Leadership>,
+    /// Signals the current term to stop.
+    stop: Mutex<Option<watch::Sender<bool>>>,
+    /// Locked while the candidate runs.
+    running: tokio::sync::Mutex<()>,
+}
+
+/// Whether a candidate leads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Leadership {
+    /// Another candidate leads, or none. The work of this candidate does not run.
+    Follower,
+    /// This candidate leads, under this fencing token.
+    Leader(FencingToken),
+}
+
+/// The leader of a role, as every client can read it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct Leader {
+    /// The fencing token of its term. A later term has a larger token.
+    pub token: FencingToken,
+    /// Its label, if it has one.
+    pub label: Option<String>,
+    /// Its [data](Election::data).
+    pub data: Vec<u8>,
+    /// When the term began, by the store's clock where clients can read it.
+    pub since: SystemTime,
+}
+
+impl Election {
+    /// The maximum length of the [data](Self::data) of a candidate, in bytes.
+    pub const DATA_BYTES_MAX: usize = 1_024;
+
+    pub(crate) fn new(lock: DistributedLock) -> Self {
+        // Without a fair lock, a candidate that has stepped down could become leader again while
+        // another one waits.
+        let engine = lock.local_lock().map(|local_lock| local_lock.engine());
+        let is_fair = engine.is_ok_and(|engine| engine.capabilities.fair_on_request);
+        let options = if is_fair { LockOptions::new().fair(true) } else { LockOptions::new() };
+        Self {
+            lock,
+            options,
+            data: Arc::default(),
+            candidate: Arc::new(Candidate {
+                leadership: watch::Sender::new(Leadership::Follower),
+                stop: Mutex::default(),
+                running: tokio::sync::Mutex::default(),
+            }),
+        }
+    }
+
+    /// Sets the label of this candidate, for example its host. Observers see it.
+    #[must_use]
+    pub fn label(mut self, label: impl Into<String>) -> Self {
+        self.options = self.options.label(label);
+        self
+    }
+
+    /// Sets the lease: how long the role stays taken if the leader's process dies.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.options = self.options.lease(lease);
+        self
+    }
+
+    /// Sets the data of this candidate, for example its address and version. Observers read it
+    /// while the candidate leads. At most [`DATA_BYTES_MAX`](Self::DATA_BYTES_MAX) bytes.
+    #[must_use]
+    pub fn data(mut self, data: impl Into<Vec<u8>>) -> Self {
+        self.data = data.into().into();
+        self
+    }
+
+    /// Returns the name of the role.
+    #[must_use]
+    pub fn role(&self) -> &str {
+        self.lock.key()
+    }
+
+    /// Campaigns, runs `work` for each term that this candidate wins, steps down when `work` ends,
+    /// and campaigns again. After a store error, the engine emits an event, and the candidate
+    /// retries.
+    ///
+    /// If the term is lost, `work` is dropped at its current `.await`. `work` can also await
+    /// [`Term::lost`] to clean up, but must not write without the fencing token. After
+    /// [`step_down`](Self::step_down), `work` has the rest of the lease to end. `run` of a clone
+    /// waits until this call ends.
+    ///
+    /// # Errors
+    /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
+    /// [value blocks](crate::Capabilities::values). [`LockError::InvalidKey`],
+    /// [`LockError::InvalidOption`] and [`LockError::ForeignValue`], which a retry cannot resolve.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `work`. The background releaser releases the lock and reports
+    /// [`Leadership::Follower`].
+    ///
+    /// # Panics
+    /// If `work` panics. The candidate has then stepped down.
+    ///
+    /// # Examples
+    /// ```
+    /// # use registry_core::{LockRegistryExt, Registry};
+    /// use registry_core::election::Leadership;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Registry::in_memory()?;
+    /// let election = registry.election("scheduler").label("host 1");
+    /// let candidate = election.clone();
+    /// let running = candidate.run(|term| async move {
+    ///     println!("leading under token {}", term.token());
+    ///     term.stopping().await;
+    /// });
+    /// let mut leadership = election.leadership();
+    /// let leads = async {
+    ///     let leads = leadership.wait_for(|now| matches!(now, Leadership::Leader(_))).await;
+    ///     leads.map(|now| *now)
+    /// };
+    /// tokio::select! {
+    ///     ended = running => ended?,
+    ///     leads = leads => println!("{:?}", leads?),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    pub async fn run<W, F>(&self, mut work: W) -> Result<(), LockError>
+    where
+        W: FnMut(Term) -> F,
+        F: Future<Output = ()>,
+    {
+        let mut failures = 0;
+        loop {
+            match self.run_term(&mut work).await {
+                Ok(_) => {
+                    failures = 0;
+                    // Work that ends at once must not keep the store busy.
+                    sleep(backoff(0)).await;
+                }
+                Err(LockError::Closed) => return Ok(()),
+                Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
+                    self.emit_failure(&error);
+                    // A candidate that cannot lead leaves the role to others for longer.
+                    let is_permanent =
+                        matches!(error, LockError::Backend { .. }) && !error.is_retryable();
+                    let pause = backoff(failures);
+                    sleep(if is_permanent { pause * 30 } else { pause }).await;
+                    failures = failures.saturating_add(1);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Emits a failed request for the record. The engine itself emits those for the lock.
+    fn emit_failure(&self, error: &LockError) {
+        if let LockError::Backend { operation, source, .. } = error
+            && *operation != "acquire"
+            && let Ok(local_lock) = self.lock.local_lock()
+        {
+            let (key, mode) = (local_lock.key().as_str(), ClaimMode::Exclusive);
+            let failed = || LockEvent::AttemptFailed { key, mode, error: source };
+            local_lock.engine().emit(failed);
+        }
+    }
+
+    /// Campaigns until this candidate leads, runs `work` for one term, and steps down. Returns the
+    /// output of `work`, or `None` if `work` did not end in time after
+    /// [`step_down`](Self::step_down) and was dropped.
+    ///
+    /// # Errors
+    /// As [`DistributedLock::lock`]: a store error that lasts for the length of a lease is
+    /// returned. [`LockError::Lost`] if the term was lost before `work` ended. Otherwise as
+    /// [`run`](Self::run).
+    ///
+    /// # Cancel safety
+    /// As [`run`](Self::run).
+    pub async fn run_term<F: Future>(
+        &self,
+        work: impl FnOnce(Term) -> F,
+    ) -> Result<Option<F::Output>, LockError> {
+        let _running = self.candidate.running.lock().await;
+        let (stop, stopping) = watch::channel(false);
+        let stop = StopSignal::install(&self.candidate, stop);
+        let (guard, vacancy) = self.campaign().await?;
+        if !guard.is_held() {
+            let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
+            return Err(lost_error(guard.claim().key(), reason));
+        }
+        // Dropped last, so that `Follower` is sent after the work has ended and the lock is
+        // released.
+        let reported = ReportedTerm::begin(&self.candidate, &guard);
+        let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
+        // A step-down during the campaign ends the term before its work begins.
+        let output = if *stopping.borrow() {
+            Ok(None)
+        } else {
+            let mut work = pin!(guard.protect(work(term)));
+            tokio::select! {
+                biased;
+                output = &mut work => output.map(Some),
+                () = stop_signal(stopping) => {
+                    let limit = guard.valid_for();
+                    tokio::select! {
+                        biased;
+                        output = &mut work => output.map(Some),
+                        () = sleep(limit) => Ok(None),
+                    }
+                }
+            }
+        };
+        if output.is_ok() {
+            // Without the record, observers detect the vacancy because the lock has no holder. The
+            // engine emits a failed release as an event, and repeats it.
+            _ = guard.set_value(vacancy.record()).await;
+            _ = guard.unlock().await;
+        }
+        reported.end();
+        drop(stop);
+        output
+    }
+
+    /// Waits until this candidate holds the lock of the role, and writes that it leads. For
+    /// programs that run the work elsewhere, such as in a child process; others call
+    /// [`run`](Self::run).
+    ///
+    /// The caller ends its work when the guard is lost. To step down, it first ends its work,
+    /// writes [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard.
+    /// `campaign` sends nothing to [`leadership`](Self::leadership).
+    ///
+    /// # Errors
+    /// As [`run_term`](Self::run_term).
+    ///
+    /// # Cancel safety
+    /// As [`DistributedLock::lock`].
+    pub async fn campaign(&self) -> Result<(LockGuard, Vacancy), LockError> {
+        if self.data.len() > Self::DATA_BYTES_MAX {
+            return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
+        }
+        // Before the wait for the lock, and again under it.
+        self.record(self.lock.read_value().await?.value.as_ref())?;
+        let guard = self.lock.lock_with(self.options.clone()).await?;
+        let read = guard.read_value().await?;
+        self.record(read.value.as_ref())?;
+        let now = read.now.unwrap_or_else(host_time);
+        let read_at = Moment::now();
+        let label = guard.claim().label().map(str::to_owned);
+        let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
+        guard.set_value_while_held(record.to_bytes()).await?;
+        Ok((guard, Vacancy { now, read_at }))
+    }
+
+    /// Reads the record in the value block of the role.
+    fn record(&self, value: Option<&LockValue>) -> Result<Option<Record>, LockError> {
+        let foreign = || LockError::ForeignValue {
+            key: self.role().to_owned(),
+            expected: "the record of an election",
+        };
+        value.map(|value| Record::parse(&value.bytes).ok_or_else(foreign)).transpose()
+    }
+
+    /// Signals the work of the current term to stop. During a campaign, the next term ends before
+    /// its work begins. Returns whether this candidate leads or campaigns.
+    ///
+    /// The work has the rest of the lease to end. The role is free when
+    /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
+    /// campaigns again; in a fair store, behind all waiting candidates.
+    pub fn step_down(&self) -> bool {
+        self.candidate.stop().as_ref().is_some_and(|stop| stop.send(true).is_ok())
+    }
+
+    /// Returns a receiver that reports whether this candidate leads.
+    ///
+    /// [`Leadership::Follower`] is sent only after the work has ended, and after the store has
+    /// responded to the release or the release has failed. If the future of [`run`](Self::run) is
+    /// dropped, the work is dropped with it, and the background releaser sends it and releases the
+    /// lock. Do not hold a borrow of the receiver across an `.await`: it blocks the sender.
+    #[must_use]
+    pub fn leadership(&self) -> watch::Receiver<Leadership> {
+        self.candidate.leadership.subscribe()
+    }
+
+    /// Returns the leader of the role, or `None` if the role is vacant. Any client can call it.
+    ///
+    /// The leader is read from the value block, and is returned only while the store reports a
+    /// holder of the lock. A leader that died is therefore returned until its lease ends, or, if
+    /// the store [cannot report holders](crate::Capabilities::inspect), until the next leader
+    /// writes.
+    ///
+    /// # Errors
+    /// As [`DistributedLock::value`] and [`DistributedLock::holders`]. [`LockError::ForeignValue`]
+    /// if the value block of the role is not the record of an election.
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub async fn leader(&self) -> Result<Option<Leader>, LockError> {
+        let Some(value) = self.lock.value().await? else { return Ok(None) };
+        let Some(record) = self.record(Some(&value))?.filter(|record| record.leads) else {
+            return Ok(None);
+        };
+        if self.lock.local_lock()?.engine().capabilities.inspect {
+            let holders = self.lock.holders().await?;
+            // A holder with a larger token is a new leader that has not written its record yet.
+            let has_written = |token: FencingToken| token <= value.token;
+            if !holders.iter().any(|holder| holder.token.is_none_or(has_written)) {
+                return Ok(None);
+            }
+        }
+        let Record { since, label, data, .. } = record;
+        Ok(Some(Leader { token: value.token, label, data, since }))
+    }
+
+    /// Returns an observer of the role, which reports each change of its leader.
+    #[must_use]
+    pub fn observe(&self) -> LeaderObserver {
+        LeaderObserver { election: self.clone(), seen: None, interval: LeaderObserver::INTERVAL }
+    }
+}
+
+impl fmt::Debug for Election {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Election").field("role", &self.role()).finish_non_exhaustive()
+    }
+}
+
+impl Candidate {
+    fn stop(&self) -> std::sync::MutexGuard<'_, Option<watch::Sender<bool>>> {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Creates the record that a term has ended.
+#[derive(Debug, Clone, Copy)]
+pub struct Vacancy {
+    /// The store's time at `read_at`.
+    now: SystemTime,
+    read_at: Moment,
+}
+
+impl Vacancy {
+    /// Returns the value block of a vacant role, with the current time.
+    #[must_use]
+    pub fn record(&self) -> Vec<u8> {
+        let since = self.now + Moment::now().since(self.read_at);
+        Record { leads: false, since, label: None, data: Vec::new() }.to_bytes()
+    }
+}
+
+/// The stop signal of a campaign and its term. The drop removes it.
+struct StopSignal<'a>(&'a Candidate);
+
+impl<'a> StopSignal<'a> {
+    fn install(candidate: &'a Candidate, stop: watch::Sender<bool>) -> Self {
+        *candidate.stop() = Some(stop);
+        Self(candidate)
+    }
+}
+
+impl Drop for StopSignal<'_> {
+    fn drop(&mut self) {
+        *self.0.stop() = None;
+    }
+}
+
+/// Sends `Leader` when it is created, and `Follower` when it ends or is dropped.
+struct ReportedTerm {
+    follower: Option<FollowerOnDrop>,
+    background: BackgroundReleaser,
+}
+
+/// Sends `Follower` when it is dropped.
+struct FollowerOnDrop(Arc<Candidate>);
+
+impl ReportedTerm {
+    fn begin(candidate: &Arc<Candidate>, guard: &LockGuard) -> Self {
+        candidate.leadership.send_replace(Leadership::Leader(guard.fencing_token()));
+        let background = guard.hold().grant().engine().background.clone();
+        Self { follower: Some(FollowerOnDrop(Arc::clone(candidate))), background }
+    }
+
+    fn end(mut self) {
+        self.follower = None;
+    }
+}
+
+impl Drop for ReportedTerm {
+    fn drop(&mut self) {
+        if let Some(follower) = self.follower.take() {
+            // In the background, because the task that drops the future of `run` may hold a borrow
+            // of the receiver, which would block the sender.
+            self.background.submit_call(Box::pin(async move { drop(follower) }));
+        }
+    }
+}
+
+impl Drop for FollowerOnDrop {
+    fn drop(&mut self) {
+        self.0.leadership.send_replace(Leadership::Follower);
+    }
+}
+
+/// Waits until a term is signalled to stop. Never resolves if the term ends without the signal.
+async fn stop_signal(mut stopping: watch::Receiver<bool>) {
+    if stopping.wait_for(|stops| *stops).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// One term of a leader.
+#[derive(Clone)]
+pub struct Term {
+    hold: Arc<Hold>,
+    stopping: watch::Receiver<bool>,
+}
+
+impl Term {
+    /// Returns the fencing token of this term. Send it with each write: a resource that compares
+    /// tokens refuses the writes of an earlier term.
+    #[must_use]
+    pub fn token(&self) -> FencingToken {
+        self.hold.token()
+    }
+
+    /// Returns whether this candidate certainly leads now.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.hold.is_held()
+    }
+
+    /// Waits until the term is lost and returns the reason. As [`LockGuard::lost`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
+        Arc::clone(&self.hold).lost()
+    }
+
+    /// Waits until [`Election::step_down`] is called. The work then has the rest of the lease to
+    /// end. Never resolves otherwise.
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub fn stopping(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
+        stop_signal(self.stopping.clone())
+    }
+}
+
+impl fmt::Debug for Term {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Term").field("token", &self.token()).finish_non_exhaustive()
+    }
+}
+
+/// Reports each change of a role's leader, from [`Election::observe`].
+#[derive(Debug)]
+pub struct LeaderObserver {
+    election: Election,
+    seen: Option<Option<Leader>>,
+    interval: Duration,
+}
+
+impl LeaderObserver {
+    /// The default interval between two reads of the store.
+    pub const INTERVAL: Duration = Duration::from_secs(1);
+
+    /// Sets the interval between two reads of the store.
+    #[must_use]
+    pub fn with_interval(mut self, interval: Duration) -> Self {
+        self.interval = interval;
+        self
+    }
+
+    /// Waits until the leader differs from the one that this method returned last. The first call
+    /// returns the current leader. `None` means that the role is vacant.
+    ///
+    /// Several changes within one interval are reported as one. Transient store errors are retried.
+    ///
+    /// # Errors
+    /// As [`Election::leader`], for errors that a retry cannot resolve.
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses no change.
+    pub async fn changed(&mut self) -> Result<Option<Leader>, LockError> {
+        let mut failures = 0;
+        loop {
+            match self.election.leader().await {
+                Ok(leader) if self.seen.as_ref() != Some(&leader) => {
+                    self.seen = Some(leader.clone());
+                    return Ok(leader);
+                }
+                Ok(_) => {
+                    failures = 0;
+                    sleep(self.interval).await;
+                }
+                Err(error) if error.is_retryable() => {
+                    sleep(backoff(failures)).await;
+                    failures = failures.saturating_add(1);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// The record of a role in its value block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Record {
+    /// False if the leader has stepped down.
+    leads: bool,
+    since: SystemTime,
+    label: Option<String>,
+    data: Vec<u8>,
+}
+
+impl Record {
+    /// Parses the value block of a role. Returns `None` for any other value block.
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        // Label and data come last, because they may contain line breaks.
+        let mut lines = bytes.splitn(5, |byte| *byte == b'\n');
+        let mut line = || std::str::from_utf8(lines.next()?).ok();
+        if line()? != HEADER {
+            return None;
+        }
+        let leads = match line()? {
+            "leader" => true,
+            "vacant" => false,
+            _ => return None,
+        };
+        let since = line()?.strip_prefix("since ")?.parse().ok()?;
+        let since = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(since))?;
+        let label_bytes: Option<usize> = match line()? {
+            "no label" => None,
+            length => Some(length.strip_prefix("label ")?.parse().ok()?),
+        };
+        let (label, data) = lines.next()?.split_at_checked(label_bytes.unwrap_or(0))?;
+        let label = label_bytes.map(|_| String::from_utf8(label.to_vec()));
+        Some(Self { leads, since, label: label.transpose().ok()?, data: data.to_vec() })
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let state = if self.leads { "leader" } else { "vacant" };
+        let label = match &self.label {
+            Some(label) => format!("label {}\n{label}", label.len()),
+            None => "no label\n".to_owned(),
+        };
+        let text = format!("{HEADER}\n{state}\nsince {}\n{label}", millis(self.since));
+        [text.as_bytes(), &self.data].concat()
+    }
+}
+
+/// The first line of the record. The number is the version of the format.
+const HEADER: &str = "lock-registry election 1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_read_as_it_was_written() {
+        let since = SystemTime::UNIX_EPOCH + Duration::from_millis(1_764_081_600_123);
+        for label in [None, Some(""), Some("no label"), Some("höst 1\n100 %")] {
+            for data in [&b""[..], b"\n\n", b"10.0.0.1:80 \xff\0"] {
+                let (label, data) = (label.map(str::to_owned), data.to_vec());
+                let record = Record { leads: label.is_some(), since, label, data };
+                assert_eq!(Record::parse(&record.to_bytes()), Some(record));
+            }
+        }
+        for other in
+            ["", HEADER, "lock-registry election 1\nleader\nsince 1\nno label", "x\n\n\n\n"]
+        {
+            assert_eq!(Record::parse(other.as_bytes()), None, "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Writes the record of a job in the caller's transaction ([`RunIn`]).
+
+use registry_core::LockGuard;
+use registry_core::once::{Outcome, ScheduledJob};
+use sqlx::Transaction;
+
+use super::backend::{Locks, SqlBackend};
+use super::dialect::SpringDialect;
+use super::fence::classify;
+use crate::fence::FenceError;
+use crate::run_in::{RunIn, RunInError, TransactionRun, run_in};
+
+impl<D: SpringDialect> RunIn<D> for ScheduledJob {
+    async fn run_in(
+        &self,
+        transaction: &mut Transaction<'_, D>,
+    ) -> Result<Outcome<TransactionRun>, RunInError> {
+        // Boxed, because the future is large.
+        Box::pin(run_in(self, transaction, write::<D>)).await
+    }
+}
+
+/// Writes the value block in the transaction, which is fenced. Returns whether it was written.
+async fn write<D: SpringDialect>(
+    guard: &LockGuard,
+    transaction: &mut Transaction<'_, D>,
+    value: Vec<u8>,
+) -> Result<bool, FenceError> {
+    let unsupported = || FenceError::unsupported(guard, D::DATABASE);
+    let backend = guard.backend::<SqlBackend<D>>().ok_or_else(unsupported)?;
+    let (rows, text) = match &backend.locks {
+        Locks::Lease(rows) => (rows, rows.values_statements().write.clone()),
+        Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
+            (&**rows, rows.values_statements().write_in_session.clone())
+        }
+        Locks::Spring(_) => return Err(unsupported()),
+    };
+    let token = guard.fencing_token();
+    let write = rows.write_statement(&text, guard.claim(), token, &value);
+    D::fetch(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
+    // Not every server returns the number of written rows to plain text.
+    let read = rows.read_statement(guard.claim().key());
+    let found = D::fetch(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
+    let Some(row) = found.first() else { return Ok(false) };
+    let stored = D::number(row, 0).map_err(classify::<D>)?;
+    let bytes = D::bytes(row, 1).map_err(classify::<D>)?;
+    Ok(stored == Some(i64::from(token)) && bytes == Some(value))
+}
