@@ -125,6 +125,16 @@ programs! {
     zookeeper [ZOOKEEPER] [] says ["opened under token "],
     fenced_etcd [ETCD] [] says ["force-released: true", "written atomically: true", "refused: true"],
     fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "balance: 15"],
+    coupon [REDIS] [] says [
+        "sold: 10",
+        "paid without a lock: 5",
+        "paid with a lock: 1",
+        "the late price was refused",
+    ],
+    queue [REDIS] [] says ["balances: [50, 50]"],
+    migrations [POSTGRES] [] says ["ended well: 10"],
+    cron_apalis [] [] says ["another replica has run it", "each tick ran once: true"],
+    cron_tokio [] [] says ["another replica has run it", "each tick ran once: true"],
     versions [POSTGRES] [] says [
         "first write succeeded: true",
         "second write succeeded: false",

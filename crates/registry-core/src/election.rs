@@ -229,12 +229,14 @@ impl Election {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
+        // Read before `Leader` is sent: the work of a reported leader always begins.
+        let stops_before_work = *stopping.borrow();
         // Dropped last, so that `Follower` is sent after the work has ended and the lock is
         // released.
         let reported = ReportedTerm::begin(&self.candidate, &guard);
         let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
         // A step-down during the campaign ends the term before its work begins.
-        let output = if *stopping.borrow() {
+        let output = if stops_before_work {
             Ok(None)
         } else {
             let mut work = pin!(guard.protect(work(term)));

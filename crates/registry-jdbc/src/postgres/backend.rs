@@ -1,5 +1,6 @@
 //! Implements the backend's `Dialect` for PostgreSQL. The statements are in `sql`.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -136,9 +137,50 @@ impl Dialect for Postgres {
         rows: &PgLeaseTable,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
-        let values = [Value::ManyBytes(ids.collect()), Value::claims(claims), leases(claims)];
+        let values = [row_ids(rows, claims), Value::claims(claims), leases(claims)];
         renew(&rows.store, &rows.store.statements.renew, values, claims).await
+    }
+
+    const HAS_BATCHES: bool = true;
+
+    async fn acquire_all(rows: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<i64>, BackendError> {
+        let Some(first) = claims.first() else { return Ok(Vec::new()) };
+        let values = [
+            row_ids(rows, claims),
+            Value::claims(claims),
+            Value::token_block(first),
+            Value::label(first),
+            Value::lease(first),
+        ];
+        let statement = Statement::new(&rows.store.statements.acquire_all, values);
+        // Not repeated, as for one claim.
+        let client = &rows.store.client;
+        let answer = client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
+        let token = |row| number::<Self>(row, 0);
+        answer.rows.iter().map(token).collect::<Result<_, _>>().map_err(BackendError::as_unknown)
+    }
+
+    async fn release_all(rows: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<bool>, BackendError> {
+        let (channel, ids) = (&rows.wakeups.channel, claims.iter().map(|it| rows.row_id(it.key())));
+        let (messages, presence_locks) = ids
+            .map(|id| id.notification_id())
+            .map(|id| (id.to_vec(), channel.presence_lock(id)))
+            .unzip();
+        let values = [
+            row_ids(rows, claims),
+            Value::claims(claims),
+            Value::Numbers(claims.iter().map(|it| i64::from(it.token_block())).collect()),
+            Value::Word(channel.name().to_owned()),
+            Value::ManyBytes(messages),
+            Value::Numbers(presence_locks),
+        ];
+        let statement = Statement::new(&rows.store.statements.release_all, values);
+        let answer = rows.store.release(&statement).await?;
+        if answer.rows.len() != claims.len() {
+            return Err(corrupt::<Self>("a release did not return one row per claim").as_unknown());
+        }
+        let is_freed = |row| flag::<Self>(row, 0);
+        answer.rows.iter().map(is_freed).collect::<Result<_, _>>().map_err(BackendError::as_unknown)
     }
 
     /// Returns whether a transaction holds the holder lock of this key; see
@@ -260,6 +302,11 @@ impl WakeupSource for PgWakeups {
             listener.close();
         }
     }
+}
+
+fn row_ids<C: Borrow<Claim>>(rows: &PgLeaseTable, claims: &[C]) -> Value {
+    let id = |claim: &C| rows.row_id(claim.borrow().key()).bytes().to_vec();
+    Value::ManyBytes(claims.iter().map(id).collect())
 }
 
 pub(super) fn leases(claims: &[&Claim]) -> Value {

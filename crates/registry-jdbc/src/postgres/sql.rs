@@ -35,6 +35,8 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 pub(crate) struct PgStatements {
     pub(super) tables: TableNames,
     rows: RowStatements,
+    pub(super) acquire_all: StatementText,
+    pub(super) release_all: StatementText,
     pub(super) renew: StatementText,
     pub(super) force_release: StatementText,
     pub(super) end_row_holder: StatementText,
@@ -117,6 +119,8 @@ impl PgStatements {
             },
         };
         Self {
+            acquire_all: text(ACQUIRE_ALL),
+            release_all: text(RELEASE_ALL),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
             force_release: text(FORCE_RELEASE),
             end_row_holder: text(&END_ROW_HOLDER.replace("{holder_locks}", HOLDER_LOCKS)),
@@ -305,6 +309,47 @@ const RELEASE: &str = "\
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
     RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
+
+/// Grants all keys like [`REACQUIRE`] and returns their tokens, if the rows of all keys exist, are
+/// free, and are not locked by another transaction. Otherwise the statement returns no row.
+///
+/// The statement waits for no row, so two of them cannot wait for each other.
+///
+/// Parameters: ids, claims, block, label, lease
+const ACQUIRE_ALL: &str = "\
+    WITH wanted AS MATERIALIZED ( \
+        SELECT * FROM unnest($1::bytea[], $2::bytea[]) WITH ORDINALITY AS w (id, claim, n)), \
+    free AS MATERIALIZED ( \
+        SELECT l.id, w.claim FROM wanted AS w JOIN {locks} AS l ON l.id = w.id \
+        WHERE l.claim IS NULL OR l.until <= {now} FOR UPDATE OF l SKIP LOCKED), \
+    granted AS ( \
+        UPDATE {locks} AS l SET \
+            claim = free.claim, \
+            token = greatest({now}, l.token + l.block), \
+            block = $3::bigint, \
+            label = $4::bytea, \
+            since = {now}, \
+            until = {now} + $5::bigint \
+        FROM free \
+        WHERE l.id = free.id AND (SELECT count(*) FROM free) = cardinality($1::bytea[]) \
+        RETURNING l.id, l.token) \
+    SELECT granted.token FROM wanted AS w JOIN granted ON granted.id = w.id ORDER BY w.n";
+
+/// Ends the grants of several claims like [`RELEASE`]. Returns, for each claim, whether it held its
+/// key.
+///
+/// Parameters: ids, claims, tokens used, channel, messages, presence locks
+const RELEASE_ALL: &str = "\
+    WITH wanted AS MATERIALIZED ( \
+        SELECT * FROM unnest($1::bytea[], $2::bytea[], $3::bigint[], $5::bytea[], $6::bigint[]) \
+            WITH ORDINALITY AS w (id, claim, used, message, presence_lock, n)), \
+    released AS ( \
+        UPDATE {locks} AS l SET claim = NULL, until = {now}, block = least(l.block, w.used) \
+        FROM wanted AS w WHERE l.id = w.id AND l.claim = w.claim AND l.until > {now} \
+        RETURNING l.id, \
+            CASE WHEN NOT pg_try_advisory_xact_lock(w.presence_lock) THEN pg_notify($4::text, encode(w.message, 'hex')) IS NULL END, \
+            set_config('synchronous_commit', 'off', true)) \
+    SELECT EXISTS (SELECT FROM released WHERE released.id = w.id) FROM wanted AS w ORDER BY w.n";
 
 /// Ends the grant of any holder of the key, and notifies the listeners.
 ///

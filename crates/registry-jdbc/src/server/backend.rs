@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use registry_core::config::BackendConfig as _;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder,
-    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy, ValueStore,
+    Attempt, BackendError, BatchAttempt, Busy, Capabilities, Claim, Finding, GuaranteeClass,
+    Holder, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Reach, Release, Renewal,
+    RenewalPolicy, ValueStore,
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
@@ -371,6 +373,10 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
         Some(self)
     }
 
+    fn batch(&self) -> Option<&dyn LockBatch> {
+        (D::HAS_BATCHES && matches!(self.locks, Locks::Lease(_))).then_some(self)
+    }
+
     fn values(&self) -> Option<&dyn ValueStore> {
         self.capabilities.values.then_some(self)
     }
@@ -383,6 +389,22 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
         }
         self.wakeups().close();
         self.store().client.close().await;
+    }
+}
+
+#[async_trait]
+impl<D: SpringDialect> LockBatch for SqlBackend<D> {
+    async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError> {
+        let Locks::Lease(rows) = &self.locks else { return Ok(BatchAttempt::Declined) };
+        self.result_with_address(rows.try_acquire_all(claims).await)
+    }
+
+    async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
+        let released = match &self.locks {
+            Locks::Lease(rows) => rows.release_all(claims).await,
+            _ => join_all(claims.iter().map(|claim| self.release(claim))).await,
+        };
+        released.into_iter().map(|released| self.result_with_address(released)).collect()
     }
 }
 

@@ -151,6 +151,26 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
+    /// Whether one statement can acquire several keys, and one can release them.
+    const HAS_BATCHES: bool = false;
+
+    /// Grants all claims, if the rows of all keys exist and are free. Returns their tokens in the
+    /// order of the claims, or no token if nothing was granted. Waits for no row.
+    fn acquire_all(
+        _rows: &LeaseTable<Self>,
+        _claims: &[Claim],
+    ) -> impl Future<Output = Result<Vec<i64>, BackendError>> + Send {
+        std::future::ready(Ok(Vec::new()))
+    }
+
+    /// Ends the grants of the claims that are alone in their rows. Returns which ones it ended.
+    fn release_all(
+        _rows: &LeaseTable<Self>,
+        _claims: &[Claim],
+    ) -> impl Future<Output = Result<Vec<bool>, BackendError>> + Send {
+        std::future::ready(Ok(Vec::new()))
+    }
+
     /// Waits until no open transaction that `claim` fences blocks its release.
     fn wait_for_fence(
         _rows: &LeaseTable<Self>,

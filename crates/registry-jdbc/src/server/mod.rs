@@ -9,6 +9,7 @@ mod dialect;
 mod store;
 mod rows;
 mod several;
+mod batch;
 mod values;
 pub(crate) mod spring_rows;
 pub(crate) mod spring;

@@ -28,6 +28,16 @@ impl RecentRows {
         self.rows().remove(&id)
     }
 
+    /// Removes all of these rows if the set contains all of them. Returns whether it did.
+    pub(crate) fn remove_all(&self, ids: &[RowId]) -> bool {
+        let mut rows = self.rows();
+        let has_all = ids.iter().all(|id| rows.contains(id));
+        if has_all {
+            ids.iter().for_each(|id| _ = rows.remove(id));
+        }
+        has_all
+    }
+
     fn rows(&self) -> MutexGuard<'_, HashSet<RowId>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -50,5 +60,16 @@ mod tests {
         }
         assert!(rows.remove(row(RecentRows::MAX)));
         assert!(!rows.remove(row(RecentRows::MAX)));
+    }
+
+    #[test]
+    fn several_rows_are_removed_together_or_not_at_all() {
+        let rows = RecentRows::default();
+        let [a, b, missing] = ["a", "b", "c"].map(|key| RowId::new("", &Key::new(key).unwrap()));
+        rows.insert(a);
+        rows.insert(b);
+        assert!(!rows.remove_all(&[a, missing]));
+        assert!(rows.remove_all(&[a, b]));
+        assert!(!rows.remove(a));
     }
 }

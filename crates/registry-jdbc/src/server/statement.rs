@@ -15,6 +15,7 @@
 //!   rollback, then waits forever (seen with sqlx 0.9.0). For plain text, sqlx always counts the
 //!   response.
 
+use std::borrow::Borrow;
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
@@ -156,8 +157,8 @@ impl Value {
         Self::bytes(LockRecord::entry_prefix(claim).as_bytes())
     }
 
-    pub(crate) fn claims(claims: &[&Claim]) -> Self {
-        Self::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
+    pub(crate) fn claims<C: Borrow<Claim>>(claims: &[C]) -> Self {
+        Self::ManyBytes(claims.iter().map(|it| it.borrow().id().to_bytes().to_vec()).collect())
     }
 
     pub(crate) fn token_block(claim: &Claim) -> Self {

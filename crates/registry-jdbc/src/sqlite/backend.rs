@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimMode, FencingToken,
-    Finding, Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal, ValueStore,
+    Finding, Grant, Holder, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal, ValueStore,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -373,6 +373,10 @@ impl LockBackend for SqliteBackend {
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    fn batch(&self) -> Option<&dyn LockBatch> {
         Some(self)
     }
 

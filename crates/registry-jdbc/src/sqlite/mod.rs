@@ -9,6 +9,7 @@ mod open;
 mod paths;
 // The operations on a lock's row, and their SQL.
 mod backend;
+mod batch;
 mod renew;
 mod several;
 mod values;

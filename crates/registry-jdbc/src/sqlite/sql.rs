@@ -268,6 +268,50 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
+/// Grants all keys with the given token, if the rows of all keys exist and are free, and the token
+/// is above all earlier tokens of the keys. Otherwise changes no row.
+///
+/// Parameters: now, boot, namespace, token, block, label, until, number of keys, then for each key:
+/// key, claim.
+pub(super) static ACQUIRE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| {
+    [10, 100].map(|items_max| BatchStatement {
+        items_max,
+        text: format!(
+            "WITH wanted (key, claim) AS (VALUES {}) \
+             UPDATE main.lock_registry_locks AS l SET \
+                 claim = wanted.claim, token = ?4, block = ?5, label = ?6, since = ?1, until = ?7, boot = ?2 \
+             FROM wanted \
+             WHERE l.namespace = ?3 AND l.key = +wanted.key \
+                 AND ?8 = (SELECT count(*) FROM wanted AS w JOIN main.lock_registry_locks AS free \
+                     ON free.namespace = ?3 AND free.key = +w.key \
+                     WHERE (free.claim IS NULL OR free.until <= ?1 OR free.boot <> ?2) \
+                         AND free.token + free.block <= ?4) \
+                 AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?2)",
+            parameters(9, items_max, 2)
+        ),
+    })
+});
+
+/// Ends the grants of several claims like [`RELEASE`], and returns the keys of those that held
+/// theirs.
+///
+/// Parameters: now, boot, namespace, then for each claim: key, claim, tokens used.
+pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| {
+    [10, 100].map(|items_max| BatchStatement {
+        items_max,
+        text: format!(
+            "WITH wanted (key, claim, used) AS (VALUES {}) \
+             UPDATE main.lock_registry_locks AS l SET \
+                 claim = NULL, until = ?1, block = min(l.block, wanted.used) \
+             FROM wanted \
+             WHERE l.namespace = ?3 AND l.key = +wanted.key AND l.claim = +wanted.claim \
+                 AND l.until > ?1 AND l.boot = ?2 \
+             RETURNING key",
+            parameters(4, items_max, 3)
+        ),
+    })
+});
+
 /// Returns the held keys, with the tokens of their grants. For a key that several claims can hold,
 /// `since` with the highest bit takes the place of the token. Parameters: now, boot, namespace,
 /// then the keys.
@@ -324,6 +368,8 @@ mod tests {
         let renew =
             sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|size| size.text.as_str());
         let held = sql::HELD_TOKENS.iter().map(|size| size.text.as_str());
+        let all =
+            sql::ACQUIRE_ALL.iter().chain(sql::RELEASE_ALL.iter()).map(|size| size.text.as_str());
         let fixed = [
             sql::ACQUIRE_AT,
             sql::ACQUIRE_ABOVE,
@@ -337,7 +383,7 @@ mod tests {
             sql::PURGE,
         ];
         let by_key = ["(namespace=? AND key=?)", "(namespace,key)>(?,?)"];
-        for statement in renew.chain(held).chain(fixed) {
+        for statement in renew.chain(held).chain(all).chain(fixed) {
             for step in plan(&mut connection, statement).await {
                 let touches_locks = step.contains("lock_registry_locks") || step.contains(" l ");
                 let finds_by_key = by_key.iter().any(|index| step.contains(index));

@@ -169,19 +169,66 @@ impl SqliteStatementBinder {
             .bind(old.until)
     }
 
+    /// Binds [`sql::ACQUIRE_ALL`].
+    pub(super) fn acquire_all(
+        &self,
+        size: &'static BatchStatement,
+        claims: &[Claim],
+        token: i64,
+    ) -> SqliteQuery {
+        let now = self.clock.now();
+        let first = claims.first();
+        let lease = first.map_or(0, |claim| to_micros(claim.lease()));
+        let mut statement = self
+            .batch_query(size, now)
+            .bind(token)
+            .bind(first.map(|claim| i64::from(claim.token_block())))
+            .bind(first.and_then(Claim::label).map(str::to_owned))
+            .bind(now.saturating_add(lease))
+            .bind(i64::try_from(claims.len()).unwrap_or(i64::MAX));
+        for claim in claims {
+            statement = statement.bind(key_bytes(claim.key())).bind(claim_bytes(claim));
+        }
+        for _ in claims.len()..size.items_max {
+            statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>);
+        }
+        statement
+    }
+
+    /// Binds [`sql::RELEASE_ALL`].
+    pub(super) fn release_all(
+        &self,
+        size: &'static BatchStatement,
+        claims: &[Claim],
+    ) -> SqliteQuery {
+        let used = |claim: &Claim, _| i64::from(claim.token_block());
+        self.claims_query(size, claims, used)
+    }
+
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
     ///
     /// A process may be paused after it read the clock, and resume after a lease has expired. The
     /// statement then prolongs that lease, if no other claim was granted the key meanwhile. This is
     /// safe, because until then no other claim held the key.
     pub(super) fn renew(&self, size: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
+        let until = |claim: &Claim, now: i64| now.saturating_add(to_micros(claim.lease()));
+        self.claims_query(size, claims, until)
+    }
+
+    /// Binds key, claim and one number for each claim. `number` also receives the current time.
+    fn claims_query(
+        &self,
+        size: &'static BatchStatement,
+        claims: &[Claim],
+        number: impl Fn(&Claim, i64) -> i64,
+    ) -> SqliteQuery {
         let now = self.clock.now();
         let mut statement = self.batch_query(size, now);
         for claim in claims {
             statement = statement
                 .bind(key_bytes(claim.key()))
                 .bind(claim_bytes(claim))
-                .bind(now.saturating_add(to_micros(claim.lease())));
+                .bind(number(claim, now));
         }
         for _ in claims.len()..size.items_max {
             statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
