@@ -1,4 +1,4 @@
-//! The trait that a lock store implements: eleven methods, four of them required.
+//! The trait that a lock store implements: twelve methods, four of them required.
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
