@@ -216,7 +216,7 @@ impl LockRecord {
     /// it equals `before`, or it differs only in the expiry of the claim's place or upgrade, and
     /// `before` has a recent expiry.
     #[must_use]
-    pub fn need_not_replace(&self, before: &Self, claim: &Claim, now: u64) -> bool {
+    pub fn may_skip_write(&self, before: &Self, claim: &Claim, now: u64) -> bool {
         let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
         let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
         let is_same = |(before, after): (&RecordEntry, &RecordEntry)| {

@@ -31,7 +31,7 @@ use crate::queue::{claim_nodes, named_entry, node_prefix};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
-use crate::semaphore::{self, Turn};
+use crate::semaphore::{self, SemaphoreAttempt};
 use crate::session::{SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
@@ -142,10 +142,10 @@ async fn run_attempt(
                 .await?
             {
                 Blockers::None if is_semaphore => {
-                    match semaphore::take_turn(session, entry, state, claim, keeps_place).await? {
-                        Turn::Granted => return grant(session, state, claim),
-                        Turn::Busy(busy) => return Ok(Attempt::Busy(busy)),
-                        Turn::Retry => was_blocker_changed = true,
+                    match semaphore::try_acquire(session, entry, state, claim, keeps_place).await? {
+                        SemaphoreAttempt::Granted => return grant(session, state, claim),
+                        SemaphoreAttempt::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                        SemaphoreAttempt::Retry => was_blocker_changed = true,
                     }
                     continue;
                 }

@@ -35,7 +35,7 @@ fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
 }
 
 /// The result of an attempt to grant the head of the queue.
-pub(crate) enum Turn {
+pub(crate) enum SemaphoreAttempt {
     Granted,
     Busy(Busy),
     /// The queue or the units have changed.
@@ -79,13 +79,13 @@ pub(crate) async fn exist(session: &ZkSession, paths: &[String]) -> Result<bool,
 
 /// Grants the claim at the head of the queue if its units are free. The claim has a node, so no
 /// error is marked as refused: the engine must release the claim.
-pub(crate) async fn take_turn(
+pub(crate) async fn try_acquire(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
     keeps_place: bool,
-) -> Result<Turn, BackendError> {
+) -> Result<SemaphoreAttempt, BackendError> {
     let turn = try_grant_head(session, entry, state, claim, keeps_place).await;
     turn.map_err(BackendError::as_unknown)
 }
@@ -96,7 +96,7 @@ async fn try_grant_head(
     state: &mut ClaimState,
     claim: &Claim,
     keeps_place: bool,
-) -> Result<Turn, BackendError> {
+) -> Result<SemaphoreAttempt, BackendError> {
     let leases = leases_of(&entry.dir);
     let (taken, watch) = read_leases(session, &leases, keeps_place).await?;
     if is_free(claim, taken) {
@@ -109,14 +109,14 @@ async fn try_grant_head(
     }
     if !keeps_place {
         delete_nodes(session, state).await?;
-        return Ok(Turn::Busy(Busy::new()));
+        return Ok(SemaphoreAttempt::Busy(Busy::new()));
     }
     state.blockers = Some(WatchedNodes {
         nodes: vec![(LEASES.to_owned(), watch)],
         is_complete: true,
         verified_at: Moment::now(),
     });
-    Ok(Turn::Busy(Busy::new().with_place()))
+    Ok(SemaphoreAttempt::Busy(Busy::new().with_place()))
 }
 
 /// Returns whether the units of a claim are free if this number of units is taken.
@@ -192,10 +192,10 @@ async fn mark_exclusive(
     session: &ZkSession,
     state: &mut ClaimState,
     claim: &Claim,
-) -> Result<Turn, BackendError> {
-    let Some(node) = &mut state.node else { return Ok(Turn::Retry) };
+) -> Result<SemaphoreAttempt, BackendError> {
+    let Some(node) = &mut state.node else { return Ok(SemaphoreAttempt::Retry) };
     if state.held_until.is_some() {
-        return Ok(Turn::Granted);
+        return Ok(SemaphoreAttempt::Granted);
     }
     let data = encode_node_data(claim, Some(ClaimMode::Exclusive), None);
     let sent_at = Moment::now();
@@ -204,9 +204,9 @@ async fn mark_exclusive(
         Ok(stat) => {
             session.record_majority_response(sent_at);
             node.mode.token = stat.mzxid;
-            Ok(Turn::Granted)
+            Ok(SemaphoreAttempt::Granted)
         }
-        Err(Error::NoNode | Error::ConnectionLoss) => Ok(Turn::Retry),
+        Err(Error::NoNode | Error::ConnectionLoss) => Ok(SemaphoreAttempt::Retry),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
 }
@@ -218,8 +218,8 @@ async fn take_units(
     state: &mut ClaimState,
     claim: &Claim,
     take: u32,
-) -> Result<Turn, BackendError> {
-    let Some(node) = &state.node else { return Ok(Turn::Retry) };
+) -> Result<SemaphoreAttempt, BackendError> {
+    let Some(node) = &state.node else { return Ok(SemaphoreAttempt::Retry) };
     let path = format!("{leases}/{}", lease_prefix(session, claim.id()));
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
     let (first, other) = (unit_data(claim, true), unit_data(claim, false));
@@ -252,10 +252,10 @@ async fn take_units(
             if index > 0 {
                 create_parents(session, leases).await?;
             }
-            return Ok(Turn::Retry);
+            return Ok(SemaphoreAttempt::Retry);
         }
         // The next attempt determines whether the units are taken.
-        Err(Error::ConnectionLoss) => return Ok(Turn::Retry),
+        Err(Error::ConnectionLoss) => return Ok(SemaphoreAttempt::Retry),
         Ok(Err((_, error))) | Err(error) => {
             state.is_creation_unresolved = !is_refused(&error);
             return Err(to_backend_error(&error));
@@ -266,13 +266,13 @@ async fn take_units(
         MultiWriteResult::Create { path, stat } => Some((path, stat)),
         _ => None,
     });
-    let Some((path, stat)) = created.next() else { return Ok(Turn::Retry) };
+    let Some((path, stat)) = created.next() else { return Ok(SemaphoreAttempt::Retry) };
     let other_units = created.map(|(path, _)| path).collect();
     let czxid = if stat.is_invalid() {
         let found = session.with_request_timeout(client.check_stat(&path)).await?;
         match found.map_err(|error| to_backend_error(&error).as_unknown())? {
             Some(stat) => stat.czxid,
-            None => return Ok(Turn::Retry),
+            None => return Ok(SemaphoreAttempt::Retry),
         }
     } else {
         stat.czxid
@@ -282,7 +282,7 @@ async fn take_units(
     let mode = NodeMode { mode: claim.mode(), token: czxid };
     state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
     state.other_units = other_units;
-    Ok(Turn::Granted)
+    Ok(SemaphoreAttempt::Granted)
 }
 
 /// Finds the units that the claim has taken in this session, after a transaction whose outcome is

@@ -20,7 +20,7 @@
 //!
 //! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
 //! `until` is at least the end of the last entry, so statements for one claim find the key held.
-//! See [`several`](crate::server::several).
+//! See [`records`](crate::server::records).
 //!
 //! The statements do not use RETURNING, because the same text must work in MariaDB and MySQL.
 

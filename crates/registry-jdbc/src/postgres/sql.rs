@@ -19,7 +19,7 @@
 //!
 //! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
 //! `until` is at least the end of the last entry, so statements for one claim find the key held.
-//! See [`several`](crate::server::several).
+//! See [`records`](crate::server::records).
 
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};

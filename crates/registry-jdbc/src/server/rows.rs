@@ -1,5 +1,5 @@
 //! Leases in the native tables: the operations on a lock's row. All times are the server's. The
-//! rows of keys that several claims hold are in [`several`](super::several).
+//! rows of keys that several claims hold are in [`records`](super::records).
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use registry_core::{
 };
 
 use super::dialect::{Dialect, LeaseStore, WakeupSource, attempt_from_existing_grant, decode_key};
-use super::several::{self, RECORD_MARKER};
+use super::records::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::values::ValueStatements;
@@ -71,7 +71,7 @@ pub(crate) struct LeaseTable<D: Dialect> {
     pub(super) rows_with_records: RecentRows,
     /// Rows whose record was granted to a single claim of this process. Its release probably finds
     /// it alone.
-    pub(super) granted_alone: RecentRows,
+    pub(super) rows_of_single_claims: RecentRows,
     /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
     /// held, so it reads the row before it tries to write.
     rows_waited_without_wakeup: RecentRows,
@@ -86,7 +86,7 @@ impl<D: Dialect> LeaseTable<D> {
             wakeups,
             recently_released: RecentRows::default(),
             rows_with_records: RecentRows::default(),
-            granted_alone: RecentRows::default(),
+            rows_of_single_claims: RecentRows::default(),
             rows_waited_without_wakeup: RecentRows::default(),
         })
     }
@@ -327,7 +327,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             if let Some(row) = self.query_holders(Some(key)).await?.first() {
-                return several::decode_holders::<D>(key.clone(), row);
+                return records::decode_holders::<D>(key.clone(), row);
             }
             if !D::is_locked_by_transaction(self, key).await? {
                 return Ok(Vec::new());
@@ -343,7 +343,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         let mut holders = Vec::with_capacity(rows.len());
         for row in &rows {
             let key = bytes::<D>(row, 0)?.and_then(|key| String::from_utf8(key).ok());
-            holders.extend(several::decode_holders::<D>(decode_key::<D>(key.as_deref())?, row)?);
+            holders.extend(records::decode_holders::<D>(decode_key::<D>(key.as_deref())?, row)?);
         }
         Ok(holders)
     }

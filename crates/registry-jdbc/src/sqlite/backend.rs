@@ -21,7 +21,7 @@ use super::connection::ReconnectingConnection;
 use super::error::{FileMismatch, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
-use super::several::MARKER;
+use super::records::MARKER;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
 use super::waiters::SqliteWaiters;
@@ -304,7 +304,7 @@ impl LockBackend for SqliteBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if claim.mode() != ClaimMode::Exclusive || claim.is_conversion() {
-            return self.try_acquire_several(claim).await;
+            return self.attempt_on_record(claim).await;
         }
         // Another process may release the key between the failed statement and the query. After
         // this many repetitions, the attempt returns `Busy` without a holder, and the engine
@@ -320,7 +320,7 @@ impl LockBackend for SqliteBackend {
                 if held.claim == MARKER
                     || claim.joins_queue() && held.claim != claim.id().to_bytes()
                 {
-                    return self.try_acquire_several(claim).await;
+                    return self.attempt_on_record(claim).await;
                 }
                 if held.claim == claim.id().to_bytes() {
                     return Ok(Attempt::Granted(Grant::new(held.token, lease_left)));
@@ -352,7 +352,7 @@ impl LockBackend for SqliteBackend {
             {
                 return Ok(Release::Freed);
             }
-            self.release_several(claim).await
+            self.release_in_record(claim).await
         };
         let released = match release.await {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
@@ -420,7 +420,7 @@ impl LockAdmin for SqliteBackend {
         if changes > 0 {
             return Ok(Release::Freed);
         }
-        self.force_release_several(&key).await
+        self.force_release_in_record(&key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {

@@ -11,7 +11,7 @@ mod paths;
 mod backend;
 mod batch;
 mod renew;
-mod several;
+mod records;
 mod values;
 mod statement;
 mod clock;

@@ -31,7 +31,7 @@ impl SqliteBackend {
                     for (renewal, claim) in renewals.into_iter().zip(chunk) {
                         results.push(match renewal {
                             // The claim may be in the record of several claims.
-                            Renewal::Gone => self.renew_several(claim).await,
+                            Renewal::Gone => self.renew_in_record(claim).await,
                             renewed => Ok(renewed),
                         });
                     }

@@ -268,8 +268,8 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
-/// Grants all keys with the given token, if the rows of all keys exist and are free, and the token
-/// is above all earlier tokens of the keys. Otherwise changes no row.
+/// Grants all keys if their rows exist and are free, and returns each key with its token, as in
+/// [`ACQUIRE_ABOVE`]. Otherwise changes no row.
 ///
 /// Parameters: now, boot, namespace, token, block, label, until, number of keys, then for each key:
 /// key, claim.
@@ -279,14 +279,14 @@ pub(super) static ACQUIRE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
         text: format!(
             "WITH wanted (key, claim) AS (VALUES {}) \
              UPDATE main.lock_registry_locks AS l SET \
-                 claim = wanted.claim, token = ?4, block = ?5, label = ?6, since = ?1, until = ?7, boot = ?2 \
+                 claim = wanted.claim, token = max(?4, l.token + l.block), block = ?5, label = ?6, since = ?1, until = ?7, boot = ?2 \
              FROM wanted \
              WHERE l.namespace = ?3 AND l.key = +wanted.key \
                  AND ?8 = (SELECT count(*) FROM wanted AS w JOIN main.lock_registry_locks AS free \
                      ON free.namespace = ?3 AND free.key = +w.key \
-                     WHERE (free.claim IS NULL OR free.until <= ?1 OR free.boot <> ?2) \
-                         AND free.token + free.block <= ?4) \
-                 AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?2)",
+                     WHERE free.claim IS NULL OR free.until <= ?1 OR free.boot <> ?2) \
+                 AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?2) \
+             RETURNING key, token",
             parameters(9, items_max, 2)
         ),
     })

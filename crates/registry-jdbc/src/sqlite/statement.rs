@@ -9,7 +9,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
-use super::several::{MARKER, SqliteRowState};
+use super::records::{MARKER, SqliteRowState};
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;

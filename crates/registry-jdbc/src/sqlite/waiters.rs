@@ -28,7 +28,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
-use super::several::MARK_OF_SEVERAL;
+use super::records::RECORD_MARK;
 use super::sql;
 use super::statement::SqliteStatementBinder;
 use super::worker::WorkerThread;
@@ -241,8 +241,8 @@ impl ReleaseWatcher {
             let is_first_read = std::mem::replace(&mut known.is_new, false);
             let held_token = held_tokens.get(key.as_str().as_bytes());
             held_token.is_none_or(|token| {
-                let is_several = (*token | known.token) & MARK_OF_SEVERAL != 0;
-                (is_first_read || is_several) && *token != known.token
+                let has_record = (*token | known.token) & RECORD_MARK != 0;
+                (is_first_read || has_record) && *token != known.token
             })
         });
     }

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, LockAdmin, LockBackend, Release, Renewal};
+use registry_core::{Attempt, BatchAttempt, LockAdmin, LockBackend, Release, Renewal};
 use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode, StatementMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::{Instant, timeout};
 
 use crate::common::{
-    TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, run, server, token,
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, run, server, token,
 };
 
 #[tokio::test]
@@ -40,6 +40,43 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
     assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
     let renewal = backend.renew(&[second]).await.remove(0).unwrap_err();
     assert!(renewal.is_retryable() && !renewal.refused(), "{}", error_chain(&renewal));
+}
+
+#[tokio::test]
+async fn released_keys_are_acquired_and_released_together() {
+    let server = server().await;
+    let (first, second) = (backend(config(&server)).await, backend(config(&server)).await);
+    let claims = || ["a", "b", "c"].map(claim);
+    let mut tokens = Vec::new();
+    for claim in claims() {
+        tokens.push(token(&first, &claim).await);
+        assert_eq!(first.release(&claim).await.unwrap(), Release::Freed);
+    }
+    let batch = first.batch().unwrap();
+
+    let held = claims();
+    let attempt = batch.try_acquire_all(&held).await.unwrap();
+    let BatchAttempt::Granted(grants) = attempt else { panic!("{attempt:?}") };
+    for (grant, earlier) in grants.iter().zip(tokens) {
+        assert!(grant.token.get() > earlier, "{grant:?} after {earlier}");
+    }
+    let waiter = claim("c");
+    let found = busy(&second, &waiter).await;
+    let (released, woken) = tokio::join!(batch.release_all(&held), async {
+        timeout(TEST_TIMEOUT, second.wait(&waiter, &found)).await
+    });
+    woken.expect("the release notifies the waiter");
+    for released in released {
+        assert_eq!(released.unwrap(), Release::Freed);
+    }
+
+    // Of these keys, another client holds one.
+    let other = claim("b");
+    grant(&second, &other).await;
+    assert_eq!(batch.try_acquire_all(&claims()).await.unwrap(), BatchAttempt::Declined);
+    for key in ["a", "c"].map(|key| claim(key).key().clone()) {
+        assert_eq!(first.inspect(&key).await.unwrap(), []);
+    }
 }
 
 #[tokio::test]

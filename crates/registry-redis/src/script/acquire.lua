@@ -7,7 +7,7 @@ local current_claim, record = read_holder(KEYS[1])
 local now = now_text()
 if current_claim then
   local remaining = call('PTTL', KEYS[1])
-  if is_several(record) then
+  if has_several_claims(record) then
     return {2, record, remaining, now}
   end
   if current_claim ~= claim then

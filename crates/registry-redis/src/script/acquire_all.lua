@@ -11,7 +11,7 @@ for i = 1, #KEYS / 2 do
   local current_claim, record = read_holder(lock)
   if not current_claim then
     free[#free + 1] = i
-  elseif is_several(record) then
+  elseif has_several_claims(record) then
     return {2}
   elseif current_claim ~= claim then
     return {0, call('PTTL', lock), string.sub(record, 1, 2048), now, read_first_token(record, token_key) or '', i - 1}

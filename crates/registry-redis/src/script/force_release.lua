@@ -5,7 +5,7 @@ if not current_claim then
   return 0
 end
 local freed, waiting = 1, ''
-if is_several(record) then
+if has_several_claims(record) then
   freed = 0
   local now = now_text()
   for entry in string.gmatch(string.sub(record, 3), '[^;]*;') do

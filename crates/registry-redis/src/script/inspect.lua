@@ -13,7 +13,7 @@ for i = 1, #KEYS, 2 do
     -- a key as held.
     record = '?'
   end
-  if record and not is_several(record) then
+  if record and not has_several_claims(record) then
     record = string.sub(record, 1, 2048)
   end
   answers[#answers + 1] = record or ''

@@ -2,7 +2,7 @@
 -- channels. Returns 1 if the claim held the lock, otherwise 0, plus 2 if other claims remain.
 local current_claim, record = read_holder(KEYS[1])
 local first_token, last_reserved, remaining_record, freed
-if record and is_several(record) then
+if record and has_several_claims(record) then
   local entry = entry_of(record, ARGV[1])
   if not entry then
     return 0

@@ -48,7 +48,7 @@ for i, lock in ipairs(KEYS) do
       call('PTTL', lock)
     end
     answers[i] = tonumber(lease)
-  elseif is_read and record and is_several(record) then
+  elseif is_read and record and has_several_claims(record) then
     answers[i] = renew_entry(lock, record, claim, lease)
     if tracks_read_key then
       call('PTTL', lock)

@@ -2,7 +2,7 @@
 -- claim holds the lock exclusively and no larger token has written. Otherwise returns 0.
 local current_claim, record = read_holder(KEYS[1])
 local is_held = current_claim == ARGV[1]
-if record and is_several(record) then
+if record and has_several_claims(record) then
   local entry = entry_of(record, ARGV[1])
   is_held = entry and live_until(record, entry, now_text()) and string.sub(record, entry + 32, entry + 32) == 'x'
 end

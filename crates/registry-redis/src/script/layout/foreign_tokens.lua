@@ -8,7 +8,7 @@ local function read_first_token(record, token_key)
 end
 
 -- This layout has exclusive locks only.
-local function is_several()
+local function has_several_claims()
   return false
 end
 

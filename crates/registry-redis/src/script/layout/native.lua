@@ -3,7 +3,7 @@
 -- yet.
 
 -- A key that several claims hold, or for which claims wait, is `+;` and the entries.
-local function is_several(record)
+local function has_several_claims(record)
   return string.sub(record, 1, 2) == '+;'
 end
 

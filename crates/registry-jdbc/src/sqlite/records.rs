@@ -20,7 +20,7 @@ use super::open;
 pub(super) const MARKER: &[u8] = b"+";
 
 /// The bit that distinguishes the mark of a row with several claims from a token.
-pub(super) const MARK_OF_SEVERAL: u64 = 1 << 63;
+pub(super) const RECORD_MARK: u64 = 1 << 63;
 
 /// The columns of a row that a change compares and sets. The default is a missing row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -35,14 +35,14 @@ pub(super) struct SqliteRowState {
 }
 
 impl SqliteRowState {
-    fn is_several(&self) -> bool {
+    fn has_record(&self) -> bool {
         self.claim.as_deref() == Some(MARKER)
     }
 
     /// Returns the mark of a busy response for this row.
     fn mark(&self) -> u64 {
-        if self.is_several() {
-            self.since.cast_unsigned() | MARK_OF_SEVERAL
+        if self.has_record() {
+            self.since.cast_unsigned() | RECORD_MARK
         } else {
             self.token.unwrap_or(0).cast_unsigned()
         }
@@ -57,7 +57,7 @@ struct ReadRow {
 
 impl SqliteBackend {
     /// Tries to acquire the key in the mode of `claim`.
-    pub(super) async fn try_acquire_several(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+    pub(super) async fn attempt_on_record(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if claim.mode() != ClaimMode::Exclusive
             && !claim.is_conversion()
             && let Some(grant) = self.try_grant_alone(claim).await?
@@ -77,14 +77,14 @@ impl SqliteBackend {
                 Ok::<_, BackendError>(token)
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
-            if record == before || !is_granted && record.need_not_replace(&before, claim, now) {
+            if record == before || !is_granted && record.may_skip_write(&before, claim, now) {
                 return Ok(self.with_mark(attempt, &row.state));
             }
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
             // A conversion to a weaker mode may let others in. So may the grant of a queued claim,
             // because those behind it move up.
-            let lets_others_in = is_granted && had_entry;
-            let mut new = self.row_with(&row.state, &record, now, lets_others_in);
+            let wakes_waiters = is_granted && had_entry;
+            let mut new = self.row_with(&row.state, &record, now, wakes_waiters);
             if let Some(token) = new_token {
                 new.token = Some(token.get().cast_signed());
                 new.block = i64::from(claim.token_block());
@@ -114,7 +114,7 @@ impl SqliteBackend {
     }
 
     /// Ends the grant or the wait of `claim`.
-    pub(super) async fn release_several(&self, claim: &Claim) -> Result<Release, BackendError> {
+    pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.mode() != ClaimMode::Exclusive {
             let (statements, released) = (Arc::clone(&self.statements), claim.clone());
             let make_statement = move || statements.release_alone(&released);
@@ -128,7 +128,7 @@ impl SqliteBackend {
             };
             let now = self.now();
             let mut record = self.record(claim.key(), &row, now)?;
-            let Some(entry) = record.release(claim).filter(|_| row.is_several()) else {
+            let Some(entry) = record.release(claim).filter(|_| row.has_record()) else {
                 return Ok(Release::NotHeld);
             };
             let mut new = self.row_with(&row, &record, now, true);
@@ -144,14 +144,14 @@ impl SqliteBackend {
     }
 
     /// Ends all grants of the key. Claims that wait keep their places.
-    pub(super) async fn force_release_several(&self, key: &Key) -> Result<Release, BackendError> {
+    pub(super) async fn force_release_in_record(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..CHANGES_MAX {
             let Some(ReadRow { state: row, .. }) = self.read_row(key).await? else {
                 return Ok(Release::NotHeld);
             };
             let now = self.now();
             let mut record = self.record(key, &row, now)?;
-            if !row.is_several() || record.force_release(now) == Release::NotHeld {
+            if !row.has_record() || record.force_release(now) == Release::NotHeld {
                 return Ok(Release::NotHeld);
             }
             let new = self.row_with(&row, &record, now, true);
@@ -163,7 +163,7 @@ impl SqliteBackend {
     }
 
     /// Extends the lease of `claim`.
-    pub(super) async fn renew_several(&self, claim: &Claim) -> Result<Renewal, BackendError> {
+    pub(super) async fn renew_in_record(&self, claim: &Claim) -> Result<Renewal, BackendError> {
         for _ in 0..CHANGES_MAX {
             let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
                 return Ok(Renewal::Gone);
@@ -171,7 +171,7 @@ impl SqliteBackend {
             let now = self.now();
             let mut record = self.record(claim.key(), &row, now)?;
             let renewal = record.renew(claim, now);
-            if renewal == Renewal::Gone || !row.is_several() {
+            if renewal == Renewal::Gone || !row.has_record() {
                 return Ok(Renewal::Gone);
             }
             let new = SqliteRowState {
@@ -230,7 +230,7 @@ impl SqliteBackend {
         now: u64,
     ) -> Result<LockRecord, BackendError> {
         let is_live = row.until.cast_unsigned() > now;
-        if row.is_several() && is_live {
+        if row.has_record() && is_live {
             return self.parse_record(row.label.as_deref());
         }
         let mut record = LockRecord::new();
@@ -259,11 +259,11 @@ impl SqliteBackend {
         row: &SqliteRowState,
         record: &LockRecord,
         now: u64,
-        lets_others_in: bool,
+        wakes_waiters: bool,
     ) -> SqliteRowState {
         let now = now.cast_signed();
         let is_free = record.is_empty();
-        let is_new = lets_others_in || !row.is_several();
+        let is_new = wakes_waiters || !row.has_record();
         SqliteRowState {
             claim: (!is_free).then(|| MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),

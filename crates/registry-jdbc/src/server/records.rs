@@ -147,9 +147,7 @@ impl StoredRow {
         };
         let since = match &self.columns {
             None => self.now,
-            Some(row) if change.lets_others_in || row.claim.is_none() => {
-                self.now.max(row.since + 1)
-            }
+            Some(row) if change.wakes_waiters || row.claim.is_none() => self.now.max(row.since + 1),
             Some(row) => row.since,
         };
         if change.record.is_empty() {
@@ -175,7 +173,7 @@ struct Change {
     block_used: Option<i64>,
     kind: ChangeKind,
     /// Whether another claim may be granted after the change.
-    lets_others_in: bool,
+    wakes_waiters: bool,
     /// Whether the server may respond before the change is on its disk.
     allows_async_commit: bool,
 }
@@ -209,7 +207,7 @@ impl<D: Dialect> LeaseTable<D> {
                 Ok::<_, BackendError>(token)
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
-            if !is_granted && record.need_not_replace(&before, claim, stored.now()) {
+            if !is_granted && record.may_skip_write(&before, claim, stored.now()) {
                 let mark = stored.columns.as_ref();
                 return Ok(self.with_mark(claim, attempt, position, mark));
             }
@@ -227,14 +225,14 @@ impl<D: Dialect> LeaseTable<D> {
                 kind,
                 // After a downgrade, other claims may be granted. The same applies after the grant
                 // of a queued claim, because the claims behind it move up.
-                lets_others_in: is_granted && had_entry,
+                wakes_waiters: is_granted && had_entry,
                 allows_async_commit: false,
                 record,
             };
             match self.write_row(claim.key(), &stored, &change, ConnectionUse::Acquire).await {
                 Ok(Some(written)) => {
                     if is_granted && before.is_empty() {
-                        self.granted_alone.insert(self.row_id(claim.key()));
+                        self.rows_of_single_claims.insert(self.row_id(claim.key()));
                     }
                     return Ok(self.with_mark(claim, attempt, position, Some(&written)));
                 }
@@ -283,7 +281,7 @@ impl<D: Dialect> LeaseTable<D> {
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         let Some(token) = D::granted_token(&answer)? else { return Ok(None) };
-        self.granted_alone.insert(self.row_id(claim.key()));
+        self.rows_of_single_claims.insert(self.row_id(claim.key()));
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
@@ -373,7 +371,9 @@ impl<D: Dialect> LeaseTable<D> {
     /// Removes the entry of `claim`.
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         let row = self.row_id(claim.key());
-        if self.granted_alone.remove(row) && self.release_alone(claim).await? == Release::Freed {
+        if self.rows_of_single_claims.remove(row)
+            && self.release_alone(claim).await? == Release::Freed
+        {
             self.recently_released.insert(row);
             self.wakeups.on_release(claim.key());
             return Ok(Release::Freed);
@@ -386,7 +386,7 @@ impl<D: Dialect> LeaseTable<D> {
             let is_newest = entry.token.map(i64::from) == newest;
             let change = Change {
                 block_used: is_newest.then(|| i64::from(claim.token_block())),
-                lets_others_in: true,
+                wakes_waiters: true,
                 allows_async_commit: true,
                 ..Change::without_grant(record)
             };
@@ -425,7 +425,7 @@ impl<D: Dialect> LeaseTable<D> {
             if record.force_release(stored.now()) == Release::NotHeld {
                 return Ok(Some(Release::NotHeld));
             }
-            let change = Change { lets_others_in: true, ..Change::without_grant(record) };
+            let change = Change { wakes_waiters: true, ..Change::without_grant(record) };
             if self.write_row(key, &stored, &change, ConnectionUse::Release).await?.is_some() {
                 return Ok(Some(Release::Freed));
             }
@@ -486,7 +486,7 @@ impl<D: Dialect> LeaseTable<D> {
                     Value::Number(seen.token),
                     Value::Number(seen.since),
                     Value::Number(seen.until),
-                    Value::Number(i64::from(change.lets_others_in)),
+                    Value::Number(i64::from(change.wakes_waiters)),
                     Value::Number(i64::from(change.allows_async_commit)),
                 ]);
                 values.extend(self.wakeups.notification(self.row_id(key)));
@@ -500,7 +500,7 @@ impl<D: Dialect> LeaseTable<D> {
         let statement = Statement::new(text, values).with_at_most_one_row();
         let answer = self.store.client.send(connection_use, Resend::Never, &statement).await?;
         let is_written = answer.changed_a_row();
-        if is_written && change.lets_others_in {
+        if is_written && change.wakes_waiters {
             self.wakeups.on_release(key);
         }
         Ok(is_written.then_some(columns))
@@ -527,7 +527,7 @@ impl Change {
             grant: None,
             block_used: None,
             kind: ChangeKind::Other,
-            lets_others_in: false,
+            wakes_waiters: false,
             allows_async_commit: false,
         }
     }
