@@ -32,9 +32,12 @@ pub use connect::connect;
 /// Blocking facade for threads without async. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
+#[cfg(feature = "macros")]
+#[doc = include_str!("locked.md")]
+pub use lock_registry_macros::locked;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken,
+    Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken,
     GuaranteeClass, Holder, Key, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt,
     LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
