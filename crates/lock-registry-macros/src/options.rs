@@ -89,6 +89,8 @@ impl Parse for Assignment {
 
 fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
     match value {
+        // A fragment of a `macro_rules!` macro.
+        Expr::Group(group) => text_or_code(*group.expr, expected),
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Ok(Value::Text(text)),
         Expr::Lit(other) => Err(Error::new(other.span(), format!("expected {expected}"))),
         code => Ok(Value::Code(code)),

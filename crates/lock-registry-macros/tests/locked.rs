@@ -256,6 +256,39 @@ async fn a_key_contains_arguments_their_fields_and_methods() {
 }
 
 #[tokio::test]
+async fn a_key_contains_fields_of_the_receiver() {
+    struct Tenant(&'static str, Registry);
+    impl Tenant {
+        #[locked(key = "{self.0}/{id}", registry = self.1)]
+        async fn work(&self, id: u64, reached: &Notify) -> Result<(), LockError> {
+            reached.notify_one();
+            std::future::pending().await
+        }
+    }
+    let (registry, reached) = (Registry::in_memory().unwrap(), Notify::new());
+    let tenant = Tenant("acme", registry.clone());
+    key_during(&registry, "acme/7", tenant.work(7, &reached), &reached).await;
+}
+
+#[tokio::test]
+async fn the_attribute_accepts_fragments_of_other_macros() {
+    macro_rules! locked_function {
+        ($name:ident, $key:literal, $wait:expr, $id:ident: $type:ty) => {
+            #[locked(key = $key, registry = locks, wait = $wait)]
+            async fn $name(locks: &Registry, $id: $type) -> Result<$type, LockError> {
+                Ok($id)
+            }
+        };
+    }
+    locked_function!(ship, "orders/{id}", "0s", id: u64);
+    let registry = Registry::in_memory().unwrap();
+    let guard = registry.obtain("orders/7").lock().await.unwrap();
+    assert!(matches!(ship(&registry, 7).await, Err(LockError::WaitElapsed { .. })));
+    guard.unlock().await.unwrap();
+    assert_eq!(ship(&registry, 7).await.unwrap(), 7);
+}
+
+#[tokio::test]
 async fn an_empty_key_is_refused_when_the_function_is_called() {
     #[locked(key = name, registry = locks)]
     async fn named(locks: &Registry, name: &str) -> Result<(), LockError> {

@@ -135,9 +135,9 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     }
 }
 
-/// What a function returns as the key of a request. `String`, `&'static str` and `Cow<'static, str>`
-/// are keys. An `Option` of a key is `None` for a request that runs without a lock. A `Result` of
-/// one of these is an error for a request that must not run.
+/// What a function returns as the key of a request. `String`, `&'static str` and
+/// `Cow<'static, str>` are keys. An `Option` of a key is `None` for a request that runs without a
+/// lock. A `Result` of one of these is an error for a request that must not run.
 ///
 /// # Examples
 /// ```
