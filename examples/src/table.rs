@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use lock_registry::{
-    BackendError, Capabilities, FencingToken, GuaranteeClass, Key, Reach,
-    backend::{Attempt, Busy, Claim, ClaimId, Grant, LockBackend, Release, Renewal},
+    Capabilities, FencingToken, GuaranteeClass, Key, Reach,
+    backend::{Attempt, BackendError, Busy, Claim, ClaimId, Grant, LockBackend, Release, Renewal},
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;

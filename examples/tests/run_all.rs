@@ -79,6 +79,21 @@ programs! {
         "the leader is at 10.0.0.1:8080",
         "host 2 led, under a larger token: true",
     ],
+    locked_macro [] [] says [
+        "order 42 is shipped",
+        "orders/42 is locked",
+        "order 43 is shipped",
+    ],
+    axum_layer [] [] says [
+        "200 OK \"order 42 is shipped under its lock\", retry after None",
+        "423 Locked \"\", retry after Some(\"1\")",
+        "200 OK \"healthy\", retry after None",
+        "400 Bad Request \"\", retry after None",
+    ],
+    tonic_layer [] [] says [
+        "42 is shipped, fenced: true",
+        "Aborted: lock \"orders/42\" is held by another client",
+    ],
     leases [] [] says [
         "17 rows",
         "lost: its lease ran out before a renewal was confirmed",

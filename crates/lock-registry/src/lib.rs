@@ -29,14 +29,17 @@ pub mod tower;
 
 pub use config::RegistryConfig;
 pub use connect::connect;
+#[cfg(feature = "macros")]
+#[doc = include_str!("locked.md")]
+pub use lock_registry_macros::locked;
 /// Blocking facade for threads without async. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken,
-    GuaranteeClass, Holder, Key, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt,
-    LostReason, Owner, Reach, Registry, RoutingRegistry,
+    Capabilities, CloseReport, ConfigError, DistributedLock, FencingToken, GuaranteeClass, Holder,
+    Key, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason, Owner,
+    Reach, Registry, RoutingRegistry,
 };
 
 /// Types that methods of registries, locks and guards return: of locks of several holders or of

@@ -1,5 +1,8 @@
 //! A tower layer that runs each request under the lock of its key. Feature `tower`.
 //!
+//! [`LockLayer`] is for any request, and a request that gets no lock fails with an error. With the
+//! feature `http`, `LockLayer::http` returns a layer that responds with a status instead.
+//!
 //! ```
 //! # use std::convert::Infallible;
 //! # use std::sync::Arc;
@@ -31,6 +34,11 @@
 //! # Ok(()) }
 //! ```
 
+#[cfg(feature = "http")]
+mod http;
+
+use std::borrow::Cow;
+use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::fmt;
 use std::future::Future;
@@ -39,14 +47,20 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use registry_core::{ClaimMode, LockError, LockOptions, LockRegistry};
+use registry_core::{
+    ClaimMode, DistributedLock, FencingToken, LockError, LockOptions, LockRegistry,
+};
 use tower_layer::Layer;
 use tower_service::Service;
+
+#[cfg(feature = "http")]
+pub use http::{ErrorResponse, HttpLockLayer, HttpLockService, StatusResponse};
 
 /// A layer that runs each request under a lock, whose key is computed from the request.
 ///
 /// Requests with the same key run one after the other, across all processes that use the same
-/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests.
+/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests. A request
+/// without a key runs without a lock; see [`LockKey`].
 ///
 /// By default, a request does not wait: if its lock is held, the request fails with
 /// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets the time for which a request waits.
@@ -66,7 +80,8 @@ pub struct LockLayer<KeyFn, M = ClaimMode> {
 }
 
 impl<KeyFn> LockLayer<KeyFn> {
-    /// Returns a layer that acquires the exclusive lock of `key_of(&request)` in `registry`.
+    /// Returns a layer that acquires the exclusive lock of `key_of(&request)` in `registry`. The
+    /// function `key_of` returns a [`LockKey`].
     pub fn new(registry: Arc<dyn LockRegistry>, key_of: KeyFn) -> Self {
         let options = LockOptions::new().wait(Duration::ZERO);
         Self { registry, key_of, mode: ClaimMode::Exclusive, options }
@@ -117,6 +132,79 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
         self
+    }
+}
+
+/// What a function returns as the key of a request. `String`, `&'static str` and
+/// `Cow<'static, str>` are keys. An `Option` of a key is `None` for a request that runs without a
+/// lock. A `Result` of one of these is an error for a request that must not run.
+///
+/// # Examples
+/// ```
+/// # use std::num::ParseIntError;
+/// # use std::sync::Arc;
+/// use lock_registry::tower::LockLayer;
+/// # enum Request { Show, Change(String) }
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let registry = Arc::new(lock_registry::connect("memory:").await?);
+/// let key_of = |request: &Request| match request {
+///     Request::Show => Ok(None),
+///     // A malformed number is an error of the request: `LockServiceError::Key`.
+///     Request::Change(order) => order.parse::<u64>().map(|id| Some(format!("orders/{id}"))),
+/// };
+/// let changes_one_at_a_time = LockLayer::new(registry, key_of);
+/// # Ok(()) }
+/// ```
+pub trait LockKey {
+    /// The error of a request whose key is unknown. `Infallible` if that cannot happen.
+    type Error;
+
+    /// Returns the key, or `None` for a request that runs without a lock.
+    ///
+    /// # Errors
+    /// If the request has no valid key and must not run.
+    fn into_key(self) -> Result<Option<String>, Self::Error>;
+}
+
+impl LockKey for String {
+    type Error = Infallible;
+
+    fn into_key(self) -> Result<Option<String>, Infallible> {
+        Ok(Some(self))
+    }
+}
+
+impl LockKey for &str {
+    type Error = Infallible;
+
+    fn into_key(self) -> Result<Option<String>, Infallible> {
+        Ok(Some(self.to_owned()))
+    }
+}
+
+impl LockKey for Cow<'_, str> {
+    type Error = Infallible;
+
+    fn into_key(self) -> Result<Option<String>, Infallible> {
+        Ok(Some(self.into_owned()))
+    }
+}
+
+impl<K: LockKey> LockKey for Option<K> {
+    type Error = K::Error;
+
+    fn into_key(self) -> Result<Option<String>, K::Error> {
+        self.map_or(Ok(None), K::into_key)
+    }
+}
+
+impl<K: LockKey<Error = Infallible>, E> LockKey for Result<K, E> {
+    type Error = E;
+
+    fn into_key(self) -> Result<Option<String>, E> {
+        let Ok(key) = self?.into_key();
+        Ok(key)
     }
 }
 
@@ -172,18 +260,20 @@ impl<S: fmt::Debug, KeyFn, M> fmt::Debug for LockService<S, KeyFn, M> {
     }
 }
 
-impl<S, KeyFn, M, R> Service<R> for LockService<S, KeyFn, M>
+impl<S, KeyFn, M, R, K> Service<R> for LockService<S, KeyFn, M>
 where
     S: Service<R> + Clone + Send + 'static,
     S::Future: Send,
     S::Response: Send,
     S::Error: Send,
     R: Send + 'static,
-    KeyFn: Fn(&R) -> String,
+    KeyFn: Fn(&R) -> K,
+    K: LockKey,
+    K::Error: Send + 'static,
     M: RequestMode<R>,
 {
     type Response = S::Response;
-    type Error = LockServiceError<S::Error>;
+    type Error = LockServiceError<S::Error, K::Error>;
     type Future = Pin<Box<dyn Future<Output = Result<S::Response, Self::Error>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
@@ -191,32 +281,65 @@ where
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        let lock = self.layer.registry.obtain(&(self.layer.key_of)(&request));
-        let (mode, options) = (self.layer.mode.mode_of(&request), self.layer.options.clone());
-        // The instance that is ready handles this request. The clone has its own readiness.
-        let clone = self.inner.clone();
-        let mut inner = std::mem::replace(&mut self.inner, clone);
-        Box::pin(async move {
-            let guard = match lock.acquire(mode, options).await {
-                Err(LockError::WaitElapsed { key, .. }) => {
-                    return Err(LockServiceError::Busy { key });
-                }
-                acquired => acquired?,
-            };
-            let response = guard.protect(inner.call(request)).await?;
-            // The request completed under the lock, so its response is valid even if the release
-            // fails. The engine emits an event for a failed release and retries it in the
-            // background. The claim ends with its lease at the latest.
-            let _ = guard.unlock().await;
-            response.map_err(LockServiceError::Inner)
-        })
+        let acquisition = self.layer.acquisition(&request);
+        Box::pin(run(self.take_ready(), request, acquisition, |_, _| {}))
     }
 }
 
-/// The error of a request under a lock.
+/// The lock of one request and how to acquire it. `None` for a request without a lock.
+type Acquisition = Option<(DistributedLock, ClaimMode, LockOptions)>;
+
+impl<KeyFn, M> LockLayer<KeyFn, M> {
+    fn acquisition<R, K>(&self, request: &R) -> Result<Acquisition, K::Error>
+    where
+        KeyFn: Fn(&R) -> K,
+        K: LockKey,
+        M: RequestMode<R>,
+    {
+        let Some(key) = (self.key_of)(request).into_key()? else {
+            return Ok(None);
+        };
+        let lock = self.registry.obtain(&key);
+        Ok(Some((lock, self.mode.mode_of(request), self.options.clone())))
+    }
+}
+
+impl<S: Clone, KeyFn, M> LockService<S, KeyFn, M> {
+    /// Takes the inner service that is ready. The clone that stays has its own readiness.
+    fn take_ready(&mut self) -> S {
+        let clone = self.inner.clone();
+        std::mem::replace(&mut self.inner, clone)
+    }
+}
+
+/// Runs `request` under its lock, with the token of the lock attached by `attach`.
+async fn run<S: Service<R>, R, E>(
+    mut inner: S,
+    mut request: R,
+    acquisition: Result<Acquisition, E>,
+    attach: impl FnOnce(&mut R, FencingToken),
+) -> Result<S::Response, LockServiceError<S::Error, E>> {
+    let Some((lock, mode, options)) = acquisition.map_err(LockServiceError::Key)? else {
+        return inner.call(request).await.map_err(LockServiceError::Inner);
+    };
+    let guard = match lock.acquire(mode, options).await {
+        Err(LockError::WaitElapsed { key, .. }) => return Err(LockServiceError::Busy { key }),
+        acquired => acquired?,
+    };
+    attach(&mut request, guard.fencing_token());
+    let response = guard.protect(inner.call(request)).await?;
+    // The request completed under the lock, so its response is valid even if the release fails. The
+    // engine emits an event for a failed release and retries it in the background. The claim ends
+    // with its lease at the latest.
+    let _ = guard.unlock().await;
+    response.map_err(LockServiceError::Inner)
+}
+
+/// The error of a request under a lock. `E` is the error of the inner service, `K` that of the
+/// function that returns the key.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum LockServiceError<E> {
+pub enum LockServiceError<E, K = Infallible> {
     /// Other clients or requests held the lock, or the units of the semaphore, until the end of the
     /// wait. The request was not started.
     #[non_exhaustive]
@@ -224,6 +347,8 @@ pub enum LockServiceError<E> {
         /// The key.
         key: String,
     },
+    /// The function that returns the key failed, and the request was not started.
+    Key(K),
     /// The lock could not be acquired, and the request was not started. For [`LockError::Lost`],
     /// the lock was lost, and the request was dropped.
     Lock(LockError),
@@ -231,26 +356,28 @@ pub enum LockServiceError<E> {
     Inner(E),
 }
 
-impl<E> From<LockError> for LockServiceError<E> {
+impl<E, K> From<LockError> for LockServiceError<E, K> {
     fn from(error: LockError) -> Self {
         Self::Lock(error)
     }
 }
 
-impl<E> fmt::Display for LockServiceError<E> {
+impl<E, K> fmt::Display for LockServiceError<E, K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Busy { key } => write!(f, "lock {key:?} is held by another client"),
+            Self::Key(_) => f.write_str("the request has no valid lock key"),
             Self::Lock(_) => f.write_str("the request's lock could not be acquired or was lost"),
             Self::Inner(_) => f.write_str("the service failed"),
         }
     }
 }
 
-impl<E: StdError + 'static> StdError for LockServiceError<E> {
+impl<E: StdError + 'static, K: StdError + 'static> StdError for LockServiceError<E, K> {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Busy { .. } => None,
+            Self::Key(error) => Some(error),
             Self::Lock(error) => Some(error),
             Self::Inner(error) => Some(error),
         }

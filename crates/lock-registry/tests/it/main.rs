@@ -2,6 +2,7 @@
 
 mod config;
 mod tower;
+mod tower_http;
 
 #[cfg(feature = "server-tests")]
 mod etcd;

@@ -1,0 +1,202 @@
+//! Checks the function and wraps its body: acquire, run under `protect`, release.
+
+use proc_macro2::{Span, TokenStream};
+use quote::{ToTokens, quote, quote_spanned};
+use syn::parse::{Parse, ParseStream};
+use syn::spanned::Spanned;
+use syn::{Attribute, Error, ReturnType, Signature, Token, Type, TypePath, Visibility};
+
+use crate::key::{self, Arguments};
+use crate::options::{Options, Value};
+
+/// Expands one use of the attribute. An error keeps the function, so that its callers compile.
+pub(crate) fn locked(attribute: TokenStream, item: TokenStream) -> TokenStream {
+    let mut function = match syn::parse2::<Function>(item.clone()) {
+        Ok(function) => function,
+        Err(error) => {
+            let error = error.into_compile_error();
+            return quote!(#error #item);
+        }
+    };
+    let checked = function.check().and_then(|()| syn::parse2(attribute));
+    match checked.and_then(|options| function.locked_body(&options)) {
+        Ok(body) => function.body = body,
+        Err(error) => {
+            // rustc refuses `const async fn` with an error of its own.
+            function.signature.constness = None;
+            let error = error.into_compile_error();
+            return quote!(#error #[allow(unused)] #function);
+        }
+    }
+    function.into_token_stream()
+}
+
+/// A function or method with a body, which is not parsed.
+struct Function {
+    attributes: Vec<Attribute>,
+    visibility: Visibility,
+    signature: Signature,
+    body: TokenStream,
+}
+
+impl Parse for Function {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
+        let attributes = input.call(Attribute::parse_outer)?;
+        let visibility = input.parse()?;
+        let is_function = {
+            let ahead = input.fork();
+            ahead.parse::<Signature>().is_ok()
+        };
+        if !is_function {
+            return Err(Error::new(
+                input.span(),
+                "`#[locked]` is only for async functions and methods",
+            ));
+        }
+        let signature: Signature = input.parse()?;
+        if input.peek(Token![;]) {
+            let problem = "`#[locked]` needs a body; write it at the implementation of the method";
+            return Err(Error::new(signature.ident.span(), problem));
+        }
+        Ok(Self { attributes, visibility, signature, body: input.parse()? })
+    }
+}
+
+impl ToTokens for Function {
+    fn to_tokens(&self, tokens: &mut TokenStream) {
+        let Self { attributes, visibility, signature, body } = self;
+        tokens.extend(quote!(#(#attributes)* #visibility #signature #body));
+    }
+}
+
+impl Function {
+    fn check(&self) -> syn::Result<()> {
+        let signature = &self.signature;
+        if let Some(constness) = signature.constness {
+            return Err(Error::new(constness.span(), "a `const fn` cannot wait for a lock"));
+        }
+        if let Some(abi) = &signature.abi {
+            return Err(Error::new(abi.span(), "an `extern fn` cannot wait for a lock"));
+        }
+        if signature.asyncness.is_none() {
+            // The expansion of `#[async_trait]` precedes that of attributes inside.
+            let output = signature.output.to_token_stream().to_string();
+            let is_boxed = output.contains("Pin") && output.contains("Future");
+            let problem = if is_boxed {
+                "`#[locked]` does not work inside `#[async_trait]`; write it at a method that this method calls"
+            } else {
+                "`#[locked]` needs an `async fn`, because it waits for the lock"
+            };
+            return Err(Error::new(signature.ident.span(), problem));
+        }
+        Ok(())
+    }
+
+    /// Returns the return type, unless it is certainly no `Result`. It can be an alias of one.
+    fn result(&self) -> syn::Result<&Type> {
+        let span = match &self.signature.output {
+            ReturnType::Default => self.signature.ident.span(),
+            ReturnType::Type(_, result) => match &**result {
+                Type::Path(path) if !is_other_type(path) => return Ok(result),
+                other => other.span(),
+            },
+        };
+        let problem = "the function must return `Result<_, E>` with `E: From<LockError>`, because a lock can be \
+                       busy or lost";
+        Err(Error::new(span, problem))
+    }
+
+    fn locked_body(&self, options: &Options) -> syn::Result<TokenStream> {
+        let arguments = Arguments::of(&self.signature);
+        let root = match &options.root {
+            Some(root) => root.to_token_stream(),
+            None => quote!(::lock_registry),
+        };
+        let key = match &options.key {
+            Value::Text(text) => key::from_text(text, &arguments)?,
+            Value::Code(code) => {
+                quote_spanned!(code.span()=> ::core::convert::AsRef::<str>::as_ref(&(#code)))
+            }
+        };
+        let mode = match &options.mode {
+            Some(Value::Text(text)) => {
+                let mode = match text.value().as_str() {
+                    "exclusive" => quote!(Exclusive),
+                    "shared" => quote!(Shared),
+                    "upgradable" => quote!(Upgradable),
+                    other => {
+                        let problem = format!(
+                            "{other:?} is not a mode; the modes are \"exclusive\", \"shared\" and \"upgradable\", or write \
+                             `ClaimMode::Permits {{ take, of }}` for permits"
+                        );
+                        return Err(Error::new(text.span(), problem));
+                    }
+                };
+                quote!(#root::modes::ClaimMode::#mode)
+            }
+            Some(Value::Code(code)) => code.to_token_stream(),
+            None => quote!(#root::modes::ClaimMode::Exclusive),
+        };
+        let base = match &options.base {
+            Some(base) => base.to_token_stream(),
+            None => quote!(#root::LockOptions::new()),
+        };
+        let (names, times): (Vec<_>, Vec<_>) = options.times.iter().cloned().unzip();
+        let token = options.token.as_ref();
+        if let Some(token) = token.filter(|token| arguments.contains(&token.to_string())) {
+            let problem =
+                format!("`{token}` is the name of an argument; name the token differently");
+            return Err(Error::new(token.span(), problem));
+        }
+
+        let (registry, body) = (&options.registry, &self.body);
+        // The names of local variables are not visible in the body.
+        let hidden = Span::mixed_site();
+        let bind = token.map(
+            |token| quote_spanned!(hidden=> let #token = #root::LockGuard::fencing_token(&guard);),
+        );
+        let result = self.result()?;
+        // Type errors are shown at the part of the code that causes them.
+        let at_result = hidden.located_at(result.span());
+        let convert = quote_spanned!(at_result=>
+            ::core::result::Result::Err(::core::convert::From::from(error))
+        );
+        let fail = quote_spanned!(at_result=> fail(error));
+        let obtain = quote_spanned!(hidden.located_at(registry.span())=> (#registry).obtain(&#key));
+        Ok(quote_spanned!(hidden=> {
+            let fail = |error: #root::LockError| #convert;
+            let lock = {
+                #[allow(unused_imports)]
+                use #root::LockRegistry as _;
+                #obtain
+            };
+            let guard = match lock.acquire(#mode, #base #(.#names(#times))*).await {
+                ::core::result::Result::Ok(guard) => guard,
+                ::core::result::Result::Err(error) => return #fail,
+            };
+            #bind
+            let protected = #root::LockGuard::protect(&guard, async move {
+                // Sets the type of the block to that of the function, for `?` and coercions.
+                if let ::core::option::Option::Some(error) = ::core::option::Option::None {
+                    return #fail;
+                }
+                #body
+            });
+            match protected.await {
+                ::core::result::Result::Ok(result) => {
+                    // The body completed under the lock, so its result is valid even if the release
+                    // fails. The engine emits an event for a failed release and retries it.
+                    let _ = #root::LockGuard::unlock(guard).await;
+                    result
+                }
+                ::core::result::Result::Err(error) => #fail,
+            }
+        }))
+    }
+}
+
+fn is_other_type(path: &TypePath) -> bool {
+    let name = path.path.segments.last().map(|last| last.ident.to_string()).unwrap_or_default();
+    let is_primitive = name.starts_with(|first: char| first.is_ascii_lowercase());
+    is_primitive || ["Option", "String", "Vec", "Box"].contains(&&*name)
+}

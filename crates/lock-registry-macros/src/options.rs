@@ -1,0 +1,144 @@
+//! Parses the options in `#[locked(..)]`. Which names a key may use is checked in `key`.
+
+use proc_macro2::{Span, TokenStream};
+use quote::{quote, quote_spanned};
+use syn::ext::IdentExt;
+use syn::parse::{Parse, ParseStream};
+use syn::punctuated::Punctuated;
+use syn::spanned::Spanned;
+use syn::{Error, Expr, ExprLit, Ident, Lit, LitStr, Path, Token};
+
+const NAMES: &str = "`key`, `registry`, `wait`, `lease`, `max_hold`, `min_hold`, `mode`, `options`, `token` \
+                     and `crate`";
+
+/// The options of one `#[locked(..)]`.
+pub(crate) struct Options {
+    pub(crate) key: Value,
+    pub(crate) registry: Expr,
+    pub(crate) mode: Option<Value>,
+    /// The `LockOptions` that the other options change.
+    pub(crate) base: Option<Expr>,
+    /// Methods of `LockOptions` that take a time, each with its argument.
+    pub(crate) times: Vec<(Ident, TokenStream)>,
+    pub(crate) token: Option<Ident>,
+    pub(crate) root: Option<Path>,
+}
+
+/// The value of an option.
+pub(crate) enum Value {
+    Text(LitStr),
+    Code(Expr),
+}
+
+impl Parse for Options {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
+        let mut seen: Vec<Ident> = Vec::new();
+        let (mut key, mut registry, mut mode, mut base) = (None, None, None, None);
+        let (mut times, mut token, mut root) = (Vec::new(), None, None);
+        for Assignment { name, value } in Punctuated::<_, Token![,]>::parse_terminated(input)? {
+            if seen.contains(&name) {
+                return Err(Error::new(name.span(), format!("`{name}` is set twice")));
+            }
+            match name.to_string().as_str() {
+                "key" => key = Some(text_or_code(value, "a text such as \"orders/{id}\"")?),
+                "registry" => registry = Some(code(value, "an expression such as `self.locks`")?),
+                "mode" => mode = Some(text_or_code(value, "\"shared\", or a `ClaimMode`")?),
+                "options" => base = Some(code(value, "a `LockOptions`")?),
+                "wait" | "lease" | "max_hold" | "min_hold" => {
+                    times.push((name.clone(), time(value)?));
+                }
+                "token" => token = Some(identifier(value)?),
+                "crate" => root = Some(path(value)?),
+                _ => {
+                    let problem = format!("unknown option `{name}`; the options are {NAMES}");
+                    return Err(Error::new(name.span(), problem));
+                }
+            }
+            seen.push(name);
+        }
+        let missing = |name: &str, example: &str| {
+            let problem =
+                format!("the option `{name}` is missing, for example `{name} = {example}`");
+            Error::new(Span::call_site(), problem)
+        };
+        Ok(Self {
+            key: key.ok_or_else(|| missing("key", "\"orders/{id}\""))?,
+            registry: registry.ok_or_else(|| missing("registry", "self.locks"))?,
+            mode,
+            base,
+            times,
+            token,
+            root,
+        })
+    }
+}
+
+/// `name = value`. The name may be a keyword, for `crate`.
+struct Assignment {
+    name: Ident,
+    value: Expr,
+}
+
+impl Parse for Assignment {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
+        let name = input.call(Ident::parse_any)?;
+        input.parse::<Token![=]>()?;
+        Ok(Self { name, value: input.parse()? })
+    }
+}
+
+fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
+    match value {
+        // A fragment of a `macro_rules!` macro.
+        Expr::Group(group) => text_or_code(*group.expr, expected),
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Ok(Value::Text(text)),
+        Expr::Lit(other) => Err(Error::new(other.span(), format!("expected {expected}"))),
+        code => Ok(Value::Code(code)),
+    }
+}
+
+/// An expression, also one in quotes.
+fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
+    match text_or_code(value, expected)? {
+        Value::Code(code) => Ok(code),
+        Value::Text(text) => text.parse().map_err(|error| {
+            Error::new(text.span(), format!("expected {expected}, in quotes or not: {error}"))
+        }),
+    }
+}
+
+/// A time in quotes, which is parsed now, or an expression of type `Duration`.
+fn time(value: Expr) -> syn::Result<TokenStream> {
+    let expected = "a time such as \"30s\", \"1500ms\" or \"1m 30s\"";
+    match text_or_code(value, &format!("{expected}, or a `Duration`"))? {
+        Value::Code(code) => Ok(quote!(#code)),
+        Value::Text(text) => {
+            let time = humantime::parse_duration(text.value().trim()).map_err(|error| {
+                let problem = format!("{:?} is not {expected}: {error}", text.value());
+                Error::new(text.span(), problem)
+            })?;
+            let (seconds, nanos) = (time.as_secs(), time.subsec_nanos());
+            Ok(quote_spanned!(text.span()=> ::core::time::Duration::new(#seconds, #nanos)))
+        }
+    }
+}
+
+fn identifier(value: Expr) -> syn::Result<Ident> {
+    let problem = "expected a name for the fencing token, such as `token = token`";
+    match &value {
+        Expr::Path(path) if path.path.get_ident().is_some_and(|name| name != "self") => {
+            path.path.require_ident().cloned()
+        }
+        other => Err(Error::new(other.span(), problem)),
+    }
+}
+
+fn path(value: Expr) -> syn::Result<Path> {
+    let expected = "expected a path in quotes, such as `crate = \"my_crate::lock_registry\"`";
+    match text_or_code(value, expected)? {
+        Value::Text(text) => {
+            text.parse_with(Path::parse_mod_style).map_err(|_| Error::new(text.span(), expected))
+        }
+        Value::Code(code) => Err(Error::new(code.span(), expected)),
+    }
+}

@@ -1,0 +1,230 @@
+//! The HTTP flavour of the layer: a request without a lock gets a response instead of an error.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::header::RETRY_AFTER;
+use http::{HeaderValue, Request, Response, StatusCode};
+use registry_core::{ClaimMode, LockError};
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::{LockKey, LockLayer, LockService, LockServiceError, RequestMode, run};
+
+impl<KeyFn, M> LockLayer<KeyFn, M> {
+    /// Returns the same layer for HTTP: it responds to a request that gets no lock, by default as
+    /// [`StatusResponse`] states. Feature `http`.
+    ///
+    /// # Examples
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use axum::extract::{Path, Request};
+    /// use axum::routing::{Router, post};
+    /// use axum::Extension;
+    /// use lock_registry::FencingToken;
+    /// use lock_registry::tower::LockLayer;
+    ///
+    /// async fn ship(Path(order): Path<u64>, Extension(token): Extension<FencingToken>) -> String {
+    ///     format!("order {order} is shipped under token {token}")
+    /// }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Arc::new(lock_registry::connect("memory:").await?);
+    /// // Another request for the same order gets status 423 meanwhile.
+    /// let one_at_a_time = LockLayer::new(registry, |request: &Request| request.uri().path().to_owned());
+    /// let app: Router = Router::new()
+    ///     .route("/orders/{order}/ship", post(ship))
+    ///     .layer(one_at_a_time.http());
+    /// # Ok(()) }
+    /// ```
+    pub fn http(self) -> HttpLockLayer<KeyFn, M> {
+        HttpLockLayer { layer: self, respond: StatusResponse::new() }
+    }
+}
+
+/// A [`LockLayer`] for HTTP requests, created by [`LockLayer::http`]. Feature `http`.
+///
+/// A request that runs under a lock has the lock's [`FencingToken`](crate::FencingToken) as an
+/// extension. If several layers lock a request, the extension is that of the innermost one.
+///
+/// The created services have the error type of the inner service, so frameworks such as axum accept
+/// them. If the client disconnects and the server drops the request, its lock is released.
+#[derive(Clone)]
+pub struct HttpLockLayer<KeyFn, M = ClaimMode, F = StatusResponse> {
+    layer: LockLayer<KeyFn, M>,
+    respond: F,
+}
+
+impl<KeyFn, M, F> HttpLockLayer<KeyFn, M, F> {
+    /// Sets how to respond to a request that gets no lock: a [`StatusResponse`], or a function from
+    /// [`LockServiceError`] to a response.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::convert::Infallible;
+    /// # use std::sync::Arc;
+    /// # use std::time::Duration;
+    /// use lock_registry::tower::{ErrorResponse, LockLayer, LockServiceError, StatusResponse};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let registry = Arc::new(lock_registry::connect("memory:").await?);
+    /// # let key_of = |request: &http::Request<String>| request.uri().path().to_owned();
+    /// let later = StatusResponse::new().retry_after(Duration::from_secs(5));
+    /// let layer = LockLayer::new(registry, key_of).http().respond(
+    ///     move |error: LockServiceError<Infallible>| -> http::Response<String> {
+    ///         let text = error.to_string();
+    ///         later.response(error).map(|_: String| text)
+    ///     },
+    /// );
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn respond<G>(self, respond: G) -> HttpLockLayer<KeyFn, M, G> {
+        HttpLockLayer { layer: self.layer, respond }
+    }
+}
+
+impl<KeyFn, M, F> fmt::Debug for HttpLockLayer<KeyFn, M, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpLockLayer").field("layer", &self.layer).finish_non_exhaustive()
+    }
+}
+
+impl<S, KeyFn: Clone, M: Clone, F: Clone> Layer<S> for HttpLockLayer<KeyFn, M, F> {
+    type Service = HttpLockService<S, KeyFn, M, F>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        HttpLockService { service: self.layer.layer(inner), respond: self.respond.clone() }
+    }
+}
+
+/// Responds to a request that gets no lock. Implemented for functions, and for [`StatusResponse`].
+/// `K` is the error of the key, and `B` the body of the response.
+pub trait ErrorResponse<K, B> {
+    /// Returns the response. The error is never [`LockServiceError::Inner`].
+    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B>;
+}
+
+impl<K, B, F: Fn(LockServiceError<Infallible, K>) -> Response<B>> ErrorResponse<K, B> for F {
+    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B> {
+        self(error)
+    }
+}
+
+/// The default response to a request that gets no lock: a status, with the default of the body type
+/// as body.
+///
+/// | reason | status | header `Retry-After` |
+/// |---|---|---|
+/// | another client holds the lock | 423 Locked | yes |
+/// | the request has no valid key | 400 Bad Request | |
+/// | the store failed, or the registry is closed | 503 Service Unavailable | yes |
+/// | the lock was lost, so the request was dropped and may have had effects | 500 Internal Server Error | |
+/// | an option of the layer is invalid or unsupported | 500 Internal Server Error | |
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StatusResponse {
+    retry_after: Duration,
+}
+
+impl StatusResponse {
+    /// Returns responses that ask the client to retry after one second.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { retry_after: Duration::from_secs(1) }
+    }
+
+    /// Sets the time of the header `Retry-After`, which is rounded up to seconds.
+    #[must_use]
+    pub const fn retry_after(mut self, time: Duration) -> Self {
+        self.retry_after = time;
+        self
+    }
+}
+
+impl Default for StatusResponse {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<K, B: Default> ErrorResponse<K, B> for StatusResponse {
+    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B> {
+        let (status, retry) = match error {
+            LockServiceError::Busy { .. } => (StatusCode::LOCKED, true),
+            LockServiceError::Key(_) | LockServiceError::Lock(LockError::InvalidKey(_)) => {
+                (StatusCode::BAD_REQUEST, false)
+            }
+            LockServiceError::Lock(LockError::Backend { .. } | LockError::Closed) => {
+                (StatusCode::SERVICE_UNAVAILABLE, true)
+            }
+            LockServiceError::Lock(_) => (StatusCode::INTERNAL_SERVER_ERROR, false),
+        };
+        let mut response = Response::new(B::default());
+        *response.status_mut() = status;
+        if retry {
+            let part = u64::from(self.retry_after.subsec_nanos() > 0);
+            let seconds = self.retry_after.as_secs().saturating_add(part);
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// The service that [`HttpLockLayer`] creates around an inner service. Feature `http`.
+#[derive(Clone)]
+pub struct HttpLockService<S, KeyFn, M = ClaimMode, F = StatusResponse> {
+    service: LockService<S, KeyFn, M>,
+    respond: F,
+}
+
+impl<S: fmt::Debug, KeyFn, M, F> fmt::Debug for HttpLockService<S, KeyFn, M, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpLockService").field("service", &self.service).finish_non_exhaustive()
+    }
+}
+
+impl<S, KeyFn, M, F, In, Out, K> Service<Request<In>> for HttpLockService<S, KeyFn, M, F>
+where
+    S: Service<Request<In>, Response = Response<Out>> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send,
+    In: Send + 'static,
+    Out: Send,
+    KeyFn: Fn(&Request<In>) -> K,
+    K: LockKey,
+    K::Error: Send + 'static,
+    M: RequestMode<Request<In>>,
+    F: ErrorResponse<K::Error, Out> + Clone + Send + 'static,
+{
+    type Response = Response<Out>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Out>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.service.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<In>) -> Self::Future {
+        let acquisition = self.service.layer.acquisition(&request);
+        let attach = |request: &mut Request<In>, token| _ = request.extensions_mut().insert(token);
+        let response = run(self.service.take_ready(), request, acquisition, attach);
+        let respond = self.respond.clone();
+        Box::pin(async move {
+            let error = match response.await {
+                Ok(response) => return Ok(response),
+                Err(LockServiceError::Inner(error)) => return Err(error),
+                Err(LockServiceError::Busy { key }) => LockServiceError::Busy { key },
+                Err(LockServiceError::Key(error)) => LockServiceError::Key(error),
+                Err(LockServiceError::Lock(error)) => LockServiceError::Lock(error),
+            };
+            Ok(respond.response(error))
+        })
+    }
+}
