@@ -5,11 +5,13 @@ mod several;
 use std::future::Future;
 use std::io;
 
+use nix::sys::signal::Signal;
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::RedisServer;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::support::{CommandOutput, TestProcess, TestStore, contents, wait_until};
+use crate::support::{CommandOutput, TestProcess, TestStore, contents, is_alive, wait_until};
 
 const PROCESSES: usize = 10;
 
@@ -103,6 +105,31 @@ fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_notified() {
     assert_eq!(holder.next_json()["lost"], "gone");
     assert_eq!(holder.wait(), 76);
     assert_eq!(redis.run(&["show", "orders/42"]).status, 1);
+}
+
+#[test]
+fn a_leader_without_its_store_ends_its_command_before_another_candidate_leads() {
+    let redis = Redis::start(&[], "");
+    let server = redis.servers.as_ref().unwrap().addr();
+    let _inside = redis.runtime.enter();
+    let proxy = FaultProxy::start(server).unwrap();
+    let url = format!("redis://{}", proxy.addr());
+    // The command ignores SIGTERM, so only SIGKILL ends it.
+    let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
+    let elect = ["elect", "--lease", "3s", "--grace", "500ms", "role", "--", "sh", "-c", script];
+    let mut first = TestProcess::start(redis.command(&elect).env("LOCK_REGISTRY_URL", &url));
+    let pid = first.next_line();
+    let second = TestProcess::start(&mut redis.command(&elect));
+    redis.runtime.block_on(proxy.set_mode(ProxyMode::BlackHole)).unwrap();
+    second.next_line();
+    assert!(!is_alive(&pid), "two commands run");
+
+    // The first candidate campaigns again as soon as it reaches the store.
+    redis.runtime.block_on(proxy.set_mode(ProxyMode::Pass)).unwrap();
+    drop(second);
+    first.next_line();
+    first.signal(Signal::SIGKILL);
+    first.wait();
 }
 
 #[test]
