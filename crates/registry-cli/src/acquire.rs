@@ -159,7 +159,7 @@ pub(crate) async fn acquire(
 }
 
 /// Warns that a store with the reach `process` does not exclude other processes.
-pub(crate) fn warn_about_process_reach(registry: &Registry, output: Output) {
+pub(crate) fn warn_if_process_local(registry: &Registry, output: Output) {
     let capabilities = registry.capabilities();
     if capabilities.reach == Reach::Process {
         let text = format!(

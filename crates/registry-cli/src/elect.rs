@@ -9,7 +9,7 @@ use lock_registry::{Key, LockError, LockRegistryExt as _, Registry};
 use serde_json::json;
 use tokio::time::sleep;
 
-use crate::acquire::{LockObserver, close_after, warn_about_process_reach};
+use crate::acquire::{LockObserver, close_after, warn_if_process_local};
 use crate::args;
 use crate::exit::{self, CliError, causes};
 use crate::lock::HeldLock;
@@ -62,7 +62,7 @@ impl ElectCommand {
             registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
-        warn_about_process_reach(&registry, output);
+        warn_if_process_local(&registry, output);
         let candidate = Candidate {
             election: registry.election(role.as_str()).data(data),
             registry: &registry,

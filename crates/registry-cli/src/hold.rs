@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 
 use crate::acquire::{
-    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_about_process_reach,
+    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_if_process_local,
 };
 use crate::args;
 use crate::exit::{self, CliError};
@@ -67,7 +67,7 @@ impl HoldCommand {
             registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
-        warn_about_process_reach(&registry, output);
+        warn_if_process_local(&registry, output);
         let lock = request.obtain(&registry);
         let status = match acquire(
             &lock,

@@ -25,7 +25,7 @@ use self::once::{OnceCommand, OnceOutcome};
 use self::terminal::{AfterStop, Terminal};
 use self::watchdog::Watchdog;
 use crate::acquire::{
-    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_about_process_reach,
+    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_if_process_local,
 };
 use crate::args;
 use crate::exit::{self, CliError, causes};
@@ -77,7 +77,7 @@ impl RunCommand {
             registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
-        warn_about_process_reach(&registry, output);
+        warn_if_process_local(&registry, output);
         let has_fencing = registry.capabilities().fencing;
         if let Some(once) = once {
             let begun = once.begin(&registry, &request, &acquire_options, &mut signals, output);
@@ -126,8 +126,8 @@ pub(crate) struct LockedRun<'a> {
     has_fencing: bool,
     program: &'a Program,
     grace: Duration,
-    /// The command must have ended this long before the lease does. Zero if it may run until the
-    /// loss is known.
+    /// How long before the end of the lease the command must have ended. Zero if it may run until
+    /// the loss is known.
     margin: Duration,
     /// What to record when the command has ended.
     recording: Option<Recording>,
@@ -165,7 +165,7 @@ impl<'a> LockedRun<'a> {
         Self { guard, has_fencing, program, grace, margin, recording: None, output }
     }
 
-    /// Ends the command this long before the lease does.
+    /// Makes the command end this long before the end of the lease.
     pub(crate) fn with_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
     }
@@ -247,10 +247,8 @@ impl<'a> LockedRun<'a> {
         let tick = self.recording.as_ref().and_then(Recording::tick);
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
-            // Without a schedule, the variable is removed, as below.
+            // `None` removes the variable: the tick or token of an outer `lockreg` would be wrong.
             ("LOCKREG_TICK", tick),
-            // Without fencing, the variable is removed: the token of an outer `lockreg` would be
-            // wrong.
             (
                 "LOCKREG_FENCING_TOKEN",
                 self.guard
@@ -318,8 +316,8 @@ impl Supervisor<'_> {
             let termination = self.termination;
             tokio::select! {
                 biased;
-                // The loss has priority: if this process was stopped beyond the lease, it must end
-                // the command before it continues the command.
+                // The loss has priority. If the lease ended while a signal had stopped this
+                // process, it must end the command before it continues the command.
                 (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.next_change() => match change {
@@ -442,7 +440,7 @@ fn report_loss(output: Output, key: &str, reason: LostReason) {
     );
 }
 
-/// Returns when a command is killed that must have ended within `left`.
+/// Returns the time until the kill of a command that must have ended within `left`.
 fn kill_after(left: Duration) -> Duration {
     left.saturating_sub(KILL_MARGIN)
 }
@@ -472,5 +470,5 @@ async fn until_kill_time(termination: Termination) {
 /// The interval at which the group is checked for remaining processes. The kernel sends no
 /// notification of the end of grandchildren.
 const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// The time before the end of a lease at which a command is killed that must not outlive it.
+/// How long before the end of the lease a command is killed, if it must not outlive the lease.
 const KILL_MARGIN: Duration = Duration::from_millis(300);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
-use crate::contained::with_panic_safe_waker;
+use crate::panic_safe::with_panic_safe_waker;
 
 #[derive(Debug, Default)]
 pub(crate) struct ActiveCount {

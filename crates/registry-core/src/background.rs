@@ -15,7 +15,7 @@ use futures_util::stream::{FuturesUnordered, Stream as _};
 use tokio::sync::mpsc;
 
 use crate::active_count::ActiveCount;
-use crate::contained::{catch_panic, discard_panic};
+use crate::panic_safe::{catch_panic, discard_panic};
 use crate::stall_detector::StallDetector;
 
 /// A future that must complete even if its caller is gone.

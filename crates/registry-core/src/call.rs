@@ -122,7 +122,7 @@ impl<T: Send + 'static> Call<T> {
     /// Waits for the response for at most `limit`. The call continues after `limit`.
     ///
     /// If the caller is not polled for `unpolled_max`, the background releaser completes the call.
-    pub(crate) async fn response_to_caller_within(
+    pub(crate) async fn response_within_despite_stall(
         self,
         limit: Duration,
         unpolled_max: Duration,

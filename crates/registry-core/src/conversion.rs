@@ -100,7 +100,7 @@ impl Conversion {
         use ClaimMode::{Exclusive, Shared, Upgradable};
         let from = guard.mode();
         let engine = guard.hold().grant().engine();
-        // A store may have shared claims without conversions.
+        // Only a store with upgradable claims converts claims. A store may have shared claims only.
         engine.require_mode(Upgradable)?;
         engine.require_mode(to)?;
         let problem = match (from, to) {
@@ -151,7 +151,7 @@ impl Conversion {
             let (sent_at, epoch) = (Moment::now(), grant.local_lock().epoch());
             let limit = engine.defaults.operation_timeout;
             let call = engine.try_acquire(claim.clone());
-            let response = call.response_to_caller_within(limit, grant.lease_length()).await;
+            let response = call.response_within_despite_stall(limit, grant.lease_length()).await;
             let error = match response.unwrap_or_else(|| Err(engine.no_response_error())) {
                 Ok(Attempt::Granted(granted)) => {
                     let converted = grant.convert(claim, granted, sent_at, epoch);
@@ -162,7 +162,7 @@ impl Conversion {
                     let token = if keeps_token { before.token() } else { granted.token };
                     let guard = Hold::first_guard(converted, token, before.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
-                    before.succeed_by(guard.hold());
+                    before.end_by_conversion(guard.hold());
                     engine.emit(|| LockEvent::Converted {
                         key: key.as_str(),
                         from: grant.claim().mode(),
@@ -220,7 +220,7 @@ impl Conversion {
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(same_mode);
-        drop(call.response_to_caller_within(limit, grant.lease_length()).await);
+        drop(call.response_within_despite_stall(limit, grant.lease_length()).await);
         Ok(Err(self.undo()))
     }
 }
@@ -228,8 +228,8 @@ impl Conversion {
 impl Drop for Conversion {
     fn drop(&mut self) {
         if let Some(hold) = self.hold.take() {
-            // The store may still convert the claim to a weaker mode. A claim that was handed over
-            // would then be shared with other clients.
+            // A request in flight may still convert the claim to a weaker mode. After a hand-over,
+            // the store would then let other clients share the lock of the next holder.
             let _ = hold.grant().exclude_from_hand_over();
             hold.resume_guards();
             drop(LockGuard::new(hold));

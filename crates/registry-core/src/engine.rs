@@ -15,7 +15,6 @@ use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
-use crate::contained::{catch_panic, discard_panic};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
 use crate::fairness::Fairness;
@@ -25,6 +24,7 @@ use crate::memory::MemoryBackend;
 use crate::mode::ClaimMode;
 use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, LockOptions};
+use crate::panic_safe::{catch_panic, discard_panic};
 use crate::schedule::Schedule;
 use crate::siblings::SiblingEntry;
 
@@ -185,7 +185,7 @@ impl Engine {
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
         let limit = self.defaults.operation_timeout;
-        let response = self.call(future).response_to_caller_within(limit, limit).await;
+        let response = self.call(future).response_within_despite_stall(limit, limit).await;
         response
             .unwrap_or_else(|| Err(self.no_response_error()))
             .map_err(|source| store_error(operation, key, source))

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::Busy;
-use crate::contained::catch_panic;
 use crate::error::{BackendError, LostReason};
 use crate::fencing::FencingToken;
 use crate::mode::ClaimMode;
+use crate::panic_safe::catch_panic;
 
 /// An event of a registry. A field named `key` contains the lock's key. A field named `mode`
 /// contains the mode that is acquired or held; for permits, with its units.

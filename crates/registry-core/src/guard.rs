@@ -14,7 +14,6 @@ use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, first_poll, split};
 use crate::clock::Moment;
-use crate::contained::with_panic_safe_waker;
 use crate::engine::{Engine, FirstPoll, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
@@ -26,6 +25,7 @@ use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
+use crate::panic_safe::with_panic_safe_waker;
 use crate::release::{PendingRelease, ReleaseOutcome, release_claim};
 
 /// A held lock. It is certainly held as long as [`is_held`](Self::is_held) returns true.
@@ -153,7 +153,7 @@ impl LockGuard {
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
-        let response = engine.renew(claim).response_to_caller_within(limit, lease).await;
+        let response = engine.renew(claim).response_within_despite_stall(limit, lease).await;
         match response.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
@@ -473,7 +473,7 @@ async fn wait_for_outcome(
     unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    match job.response_to_caller_within(limit, unpolled_max).await {
+    match job.response_within_despite_stall(limit, unpolled_max).await {
         Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
         Some(ReleaseOutcome::NotHeld) => Err(lost_error(key, LostReason::Gone)),
@@ -495,7 +495,7 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
-        _ = job.response_to_caller_within(limit, unpolled_max) => Ok(()),
+        _ = job.response_within_despite_stall(limit, unpolled_max) => Ok(()),
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
         renewed = renewed => renewed.unwrap_or(Ok(())),
@@ -688,7 +688,7 @@ impl Hold {
 
     /// Ends this hold, whose lock was converted. Futures that wait for its loss then wait for that
     /// of `successor`.
-    pub(crate) fn succeed_by(&self, successor: &Arc<Self>) {
+    pub(crate) fn end_by_conversion(&self, successor: &Arc<Self>) {
         // A strong reference: a future that is polled after the last guard is gone must find the
         // loss of the successor.
         _ = self.successor.set(Arc::clone(successor));

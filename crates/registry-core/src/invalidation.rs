@@ -27,19 +27,19 @@ use crate::key::Key;
 /// the lock continues unchanged. A superfluous notification therefore costs one renewal. A missing
 /// notification delays the loss until the next renewal.
 ///
-/// A claim is not renewed if its holder has disabled renewal, or if it has reached `max_hold`. Its
-/// verification requests the shortest lease that the store accepts, which does not extend its
-/// lease.
+/// A claim is not renewed if its holder has disabled renewal, or if it has reached `max_hold`. The
+/// verification of such a claim must not extend its lease. It therefore requests the shortest lease
+/// that the store accepts.
 ///
 /// Only one verification of a claim runs at a time. Notifications during a verification cause one
 /// more verification after its response. Verifications of one claim are at least 10 ms apart. This
 /// interval grows while notifications continue without a pause. Its maximum is one second or a
 /// twentieth of the lease, whichever is shorter.
 ///
-/// After a store error, the registry retries a verification after the same pause as a renewal. A
-/// further notification shortens this pause. A notification for a key that this registry does not
-/// hold costs almost nothing. If a grant of this key is in flight, the registry verifies the claim
-/// after the response has arrived.
+/// If a verification fails with a store error, the registry retries it after the same pause as a
+/// renewal. A further notification shortens this pause. A notification for a key that this registry
+/// does not hold costs almost nothing. If an acquisition of the key is in flight, the registry
+/// verifies the claim after the response has arrived.
 ///
 /// A backend keeps the handles of all its registries in an [`InvalidationSet`].
 #[derive(Clone)]
@@ -160,7 +160,7 @@ pub(crate) struct InvalidationQueue {
     state: Mutex<QueueState>,
     /// Wakes the lease renewer's task.
     pub(crate) changed: Notify,
-    /// The invalidation epoch of the registry. It grows when the store may have missed reports.
+    /// The invalidation epoch of the registry. Each invalidation of all keys increments it.
     registry_epoch: AtomicU32,
     /// Returns whether the registry has a local lock of a key. Other keys need no verification.
     has_local_lock: Box<dyn Fn(&Key) -> bool + Send + Sync>,

@@ -48,7 +48,7 @@ mod event;
 mod active_count;
 mod one_shot;
 mod clock;
-mod contained;
+mod panic_safe;
 mod interleave;
 // Values.
 mod key;

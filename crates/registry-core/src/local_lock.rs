@@ -3,8 +3,8 @@
 //!
 //! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`])
 //! may compete for the key in the store. Dropping the permit passes it to the next caller in the
-//! queue. A local lock lives as long as a handle, guard or waiter of its key. Called by
-//! [`acquire`](crate::acquire), and by releases and hand-overs.
+//! queue. A local lock lives as long as a handle, guard or waiter of its key.
+//! [`acquire`](crate::acquire), releases and hand-overs call this module.
 //!
 //! A grant ([`ActiveGrant`]) belongs to this process. A hold ([`Hold`]) is the use of a grant by
 //! one holder. Only a shared grant can have several holds. Each hold has one or more guards.
@@ -18,7 +18,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::contained::wake;
 use crate::engine::Engine;
 use crate::error::BackendError;
 use crate::fairness::Contention;
@@ -31,6 +30,7 @@ use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
+use crate::panic_safe::wake;
 use crate::release::PermitUntilReleased;
 use crate::schedule::LastScheduleKey;
 use crate::stall_detector::StallCheck;
@@ -68,7 +68,7 @@ impl LocalLocks {
 
     /// Returns whether the table has an entry for `key`. Does not upgrade the `Weak`: the new `Arc`
     /// could become the last one. Its drop could then drop the last `Arc<Engine>`, and with it the
-    /// backend.
+    /// backend, which may be the caller of this function.
     pub(crate) fn contains(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
@@ -200,7 +200,7 @@ struct WaitQueue {
     /// removes those that were received.
     unreceived_guards: Vec<SentAdmission>,
     /// The id of this lock's registration with the stall detector, and the shortest
-    /// `unpolled_max` of its waiters. `None` if there is nothing to check.
+    /// [`SentAdmission::unpolled_max`] of its waiters. `None` if there is nothing to check.
     stall_registration: Option<(u64, Duration)>,
     closed: bool,
 }
@@ -216,9 +216,10 @@ struct LocalWaiter {
 /// An admission that was sent to a waiter.
 struct SentAdmission {
     channel: Arc<AdmissionChannel>,
-    /// If the waiter has not received the admission this long after the first stall check, the
-    /// stall check passes it to the next waiter.
+    /// The time within which the waiter must be polled and so receive the admission. It starts at
+    /// `first_checked_at`. After it, the stall check passes the admission to the next waiter.
     unpolled_max: Duration,
+    /// The time of the first stall check after the admission was sent.
     first_checked_at: Option<Moment>,
 }
 
@@ -508,7 +509,7 @@ impl LocalLock {
     /// otherwise.
     ///
     /// `new_guard` creates the guard for the waiter's owner, or returns `None` if the claim can no
-    /// longer be handed over. The local permit stays with the claim.
+    /// longer be handed over. The grant keeps the local permit.
     pub(crate) fn hand_over(
         &self,
         options: &ClaimOptions,
@@ -672,8 +673,8 @@ impl WaitQueue {
         joined
     }
 
-    /// Makes `hold` the current hold. Removes the waiters of its owner from the queue that may
-    /// re-enter it, and returns their channels with a guard for each.
+    /// Makes `hold` the current hold. The waiters of its owner that may re-enter `hold` leave the
+    /// queue. Returns their channels with a guard for each.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<AdmissionChannel>, Admission)> {
         let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
@@ -811,8 +812,8 @@ impl Drop for LocalLock {
 #[derive(Debug)]
 pub(crate) struct LocalPermit {
     local_lock: Option<Arc<LocalLock>>,
-    /// The contention with other processes for the key, as of the earlier turns. `None` for an
-    /// extra permit, and for a store that needs no fairness between processes.
+    /// The contention with other processes for the key, as measured under earlier permits. `None`
+    /// for an extra permit, and for a store that needs no fairness between processes.
     pub(crate) contention: Option<Box<Contention>>,
     granted_at: Option<Moment>,
     /// False for an extra permit outside of the queue. Its drop passes no permit to a waiter.

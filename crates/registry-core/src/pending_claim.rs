@@ -16,7 +16,6 @@ use futures_util::future::{FutureExt as _, join_all};
 use crate::backend::{Attempt, BatchAttempt, Claim, Grant, LockBackend};
 use crate::call::{Call, CallFuture, first_poll, split};
 use crate::clock::{Moment, sleep};
-use crate::contained::{catch_panic, discard_panic};
 use crate::engine::{Engine, FirstPoll};
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
@@ -25,6 +24,7 @@ use crate::invalidation::Epoch;
 use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
+use crate::panic_safe::{catch_panic, discard_panic};
 use crate::release::{PendingRelease, release_claim, release_in_background};
 use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 

@@ -1,8 +1,9 @@
 //! The lease renewer: renews the held claims of a registry, and ends a claim whose lease runs out.
 //! Time arithmetic is in `lease`.
 //!
-//! A registry has one task and one schedule. The task renews claims that are due together in
-//! batches per shard. Each batch is a separate call, so that no shard waits for another shard.
+//! A registry has one task and one schedule. In each round, the task renews all claims that are
+//! due. It groups them by shard into batches. Each batch is a separate call, so that no shard waits
+//! for another shard.
 //! [`RegistryBuilder::build`](crate::RegistryBuilder::build) starts the task.
 
 use std::collections::BTreeMap;
@@ -15,10 +16,10 @@ use std::time::Duration;
 use crate::backend::{Claim, LockBackend, Renewal};
 use crate::capabilities::RenewalPolicy;
 use crate::clock::Moment;
-use crate::contained::{catch_panic, discard_panic};
 use crate::error::{BackendError, LostReason};
 use crate::invalidation::{Invalidated, InvalidationQueue};
 use crate::local_lock::LocalLocks;
+use crate::panic_safe::{catch_panic, discard_panic};
 use crate::schedule::{Renewable, RenewerAction, Schedule};
 use futures_util::future::{FutureExt as _, poll_fn};
 use futures_util::stream::{FuturesUnordered, Stream as _};

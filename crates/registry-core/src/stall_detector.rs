@@ -18,8 +18,8 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::clock::Moment;
-use crate::contained::{catch_panic, wake};
 use crate::mutant::{Mutant, mutated};
+use crate::panic_safe::{catch_panic, wake};
 
 /// An object that the stall detector checks.
 pub(crate) trait StallCheck: Send + Sync {

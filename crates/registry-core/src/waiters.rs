@@ -13,7 +13,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::{self, JoinHandle};
 use tokio::time::timeout;
 
-use crate::contained::with_panic_safe_waker;
+use crate::panic_safe::with_panic_safe_waker;
 
 /// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the backend's state
 /// of a waiter, for example the version of the record at its last attempt.

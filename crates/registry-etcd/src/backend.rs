@@ -263,8 +263,8 @@ impl LockAdmin for EtcdBackend {
             }
             let mut freed = false;
             for batch in ended.chunks(BATCH_MAX) {
-                // This call does not revoke the leases, because a peer may hold other locks by the
-                // same lease.
+                // This call does not revoke the leases, because another program may hold other
+                // locks by the same lease.
                 let deletions = batch
                     .iter()
                     .map(|entry| self.execute(txn::delete(&entry.key, entry.create_revision)));

@@ -150,7 +150,7 @@ pub(crate) struct Predecessor {
     pub(crate) is_deleted: bool,
     /// The holder of the lock at the last read of the whole queue, and the time of that read.
     pub(crate) last_busy: Option<(Busy, Moment)>,
-    /// The key has a record, so this library created the key. Peers write no record.
+    /// The key has a record, so this library created the key. Other programs write none.
     pub(crate) has_record: bool,
     /// The events that may let the claim be granted.
     pub(crate) scope: WatchScope,

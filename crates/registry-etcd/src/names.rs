@@ -65,8 +65,8 @@ impl KeyNames {
         self.layout == Layout::Native
     }
 
-    /// Returns whether entries have tombstones. The etcdctl layout has no tombstones: peers write
-    /// none, and users may have permissions for the queue only.
+    /// Returns whether entries have tombstones. The etcdctl layout has no tombstones: other
+    /// programs write none, and users may have permissions for the queue only.
     pub(crate) fn has_tombstones(&self) -> bool {
         self.layout == Layout::Native
     }

@@ -1,5 +1,8 @@
 //! The queue of a lock: enqueues and dequeues claims, reads the queue, and waits for predecessors.
 //! The first entry of a queue holds the lock. `backend` calls this module.
+//!
+//! A tombstone without its entry shows that the entry was deleted without a release; see
+//! `tombstones`.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -169,8 +172,8 @@ impl EtcdBackend {
         )))
     }
 
-    /// Reads the position of an existing entry. Retries if the entry no longer exists with its
-    /// creation revision.
+    /// Reads the position of an existing entry. Returns `Retry` if the entry no longer exists with
+    /// its creation revision.
     async fn read_position(
         &self,
         claim: &Claim,
@@ -216,8 +219,8 @@ impl EtcdBackend {
             None => None,
         };
         let tombstones = self.names.tombstone_prefix(&queue);
-        // A rewritten tombstone has a newer revision than later entries. The search by revision
-        // misses it, so the transaction also reads its key.
+        // A tombstone may have been rewritten after entries behind it were created, so its revision
+        // is newer than theirs. The search by revision misses it, so the transaction reads its key.
         let tombstone = old_predecessor
             .as_ref()
             .and_then(|predecessor| self.names.tombstone_name(&predecessor.name));
@@ -340,7 +343,7 @@ impl EtcdBackend {
         Ok(PredecessorCheck::Unchanged(busy))
     }
 
-    /// Prepares the tombstone put for an entry that is not in the queue yet.
+    /// Prepares the `Put` request of the tombstone of an entry that is not in the queue yet.
     async fn prepare_tombstone(
         &self,
         queue: &[u8],
@@ -394,9 +397,9 @@ impl EtcdBackend {
     /// Returns whether the deleted predecessor released its lock. A layout with tombstones detects
     /// losses by tombstones, so this function then always returns true.
     ///
-    /// Without tombstones, the predecessor's lease decides. The lease still exists after a release,
-    /// but not after a loss. A peer also revokes its lease on release. A delay does not help a
-    /// peer, so its deletion counts as a release.
+    /// Without tombstones, the predecessor's lease decides. A release by this library keeps the
+    /// lease; after a loss, the lease is gone. Other programs revoke the lease on release, and a
+    /// delay does not help them. Each deletion of their entries therefore counts as a release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -499,7 +502,7 @@ impl EtcdBackend {
         error
     }
 
-    /// Returns the lease of an entry that was not created to the pool. Caches the entry instead if
+    /// Returns to the pool the lease of an entry that was not created. Caches the entry instead if
     /// an earlier request may still create it.
     pub(crate) fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
         if entry.has_unresolved_request {
@@ -700,8 +703,9 @@ impl EtcdBackend {
         }
     }
 
-    /// Returns the entry that a claim without an entry waits for: the one that was created in the
-    /// revision `create_revision`, or in other modes than exclusive the one that blocks it now.
+    /// Returns the entry that a claim without an entry waits for. An exclusive claim waits for the
+    /// entry that was created in the revision `create_revision`. A claim of another mode waits for
+    /// the entry that blocks it now.
     async fn find_predecessor(
         &self,
         claim: &Claim,
@@ -785,9 +789,9 @@ const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
 /// The maximum interval, regardless of how long the reported lease lasts.
 const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// The delay of the next grant after a holder's entry was deleted without a release. The holder
-/// detects the loss in this time. The backend watches each lock that is held for 25 ms. The delay
-/// is ten times longer, because a busy machine responds slowly. A released lock is granted without
-/// this delay.
+/// detects the loss in this time. The backend starts to watch a lock 25 ms after its grant. The
+/// delay is ten times longer, because a busy machine responds slowly. A released lock is granted
+/// without this delay.
 pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
 /// The interval at which a waiter reads the whole queue. The read only updates the holder that
 /// `Busy` reports.

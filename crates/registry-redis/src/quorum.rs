@@ -10,9 +10,9 @@
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, the quorum awaits them for a grace period: twice the time
-//! that the majority took. Requests to the remaining masters continue in the background. The quorum
-//! keeps a late grant for renewals if the claim already holds the lock. Otherwise the quorum
-//! withdraws it.
+//! that the majority took. Requests to the remaining masters continue in the background. If such a
+//! request is granted late and the claim already holds the lock, the grant counts in later
+//! renewals. If the claim does not hold the lock, the quorum withdraws the grant.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -58,8 +58,9 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// `None` until some client has observed the process for `min_uptime`. The first attempt after
-    /// this time stores the process age on the server again, before the stored age expires.
+    /// The time until which attempts do not check the process age again. The next check stores the
+    /// age on the server again, before the stored age expires. `None` until some client has
+    /// observed the process for `min_uptime`.
     verified_until: Option<Instant>,
 }
 
@@ -217,8 +218,8 @@ impl Quorum {
         let started_at = Instant::now();
         let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
-            // An earlier round has found a holder. After this time, the attempt reports that holder
-            // instead of starting another round, and the engine decides when to retry.
+            // An earlier round has found a holder. After `ROUNDS_TIMEOUT`, the attempt reports that
+            // holder instead of starting another round, and the engine decides when to retry.
             if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
@@ -341,8 +342,8 @@ impl Quorum {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Waits until a majority of the masters may have released the key after the event with this
-    /// sequence number.
+    /// Waits until a majority of the masters has reported a possible release of the key. Only
+    /// reports after the event with this sequence number count.
     pub(crate) async fn wait(&self, key: &Key, event_seq: u64) {
         let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, event_seq)));
         let mut waits: Vec<_> = waits.collect();
@@ -897,8 +898,8 @@ impl ClaimMutexRef<'_> {
 impl Drop for ClaimMutexRef<'_> {
     fn drop(&mut self) {
         let mut claim_mutexes = self.quorum.claim_mutexes();
-        // The count includes this reference and the map's. This reference is dropped under the
-        // map's lock, so the last of several concurrent drops counts 2.
+        // A count of 2 is this reference and the map's. The map is locked here, so concurrent drops
+        // run one after the other, and the last one finds a count of 2.
         if self.mutex.take().is_some_and(|mutex| Arc::strong_count(&mutex) == 2) {
             claim_mutexes.remove(&self.id);
         }
@@ -1083,8 +1084,9 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 const GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
 /// The minimum grace period after a majority has responded.
 const GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
-/// How long after its start a round that can no longer acquire the lock waits for a majority of
-/// responses. With a majority, the round can return `Busy` instead of a store error.
+/// The first grace period of a round. A round that can no longer acquire the lock waits for a
+/// majority of responses until this time after its start. With a majority, the round can return
+/// `Busy` instead of a store error.
 const BUSY_GRACE_PERIOD: Duration = Duration::from_millis(500);
 /// The maximum time for which a renewal waits for the remaining claims after the first claim is
 /// decided. A shorter wait would lose locks at slow masters.

@@ -26,7 +26,7 @@ pub(crate) const LOCK_DATA: &[u8] = b"";
 /// those of all earlier holders. `last_write` is the last transaction that wrote the lock's node,
 /// as of the list that showed that the claim holds the lock. Returns false if the caller must try
 /// again.
-pub(crate) async fn take_later_token(
+pub(crate) async fn ensure_largest_token(
     session: &ZkSession,
     entry: &QueueEntry,
     state: &mut ClaimState,

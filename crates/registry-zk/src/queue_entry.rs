@@ -47,7 +47,7 @@ pub(crate) struct ClaimState {
     pub(crate) node: Option<ClaimNode>,
     /// The paths of the further nodes of granted permits in Curator's semaphore, one for each unit
     /// but the first.
-    pub(crate) other_units: Vec<String>,
+    pub(crate) further_unit_paths: Vec<String>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
     /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
@@ -150,7 +150,7 @@ impl QueueEntry {
         let state = ClaimState {
             is_removed: false,
             node: None,
-            other_units: Vec::new(),
+            further_unit_paths: Vec::new(),
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
@@ -251,7 +251,7 @@ impl ClaimState {
     /// Clears all state of the node, which no longer exists.
     pub(crate) fn clear_node(&mut self) {
         self.node = None;
-        self.other_units.clear();
+        self.further_unit_paths.clear();
         self.held_until = None;
         self.own_watch = None;
         self.blockers = None;

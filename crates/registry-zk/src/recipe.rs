@@ -19,7 +19,7 @@ use zookeeper_client::Error;
 
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
-use crate::later_token::take_later_token;
+use crate::later_token::ensure_largest_token;
 use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
 use crate::nodes::{
@@ -150,7 +150,7 @@ async fn run_attempt(
                     continue;
                 }
                 Blockers::None => {
-                    if take_later_token(session, entry, state, claim, last_write).await? {
+                    if ensure_largest_token(session, entry, state, claim, last_write).await? {
                         return grant(session, state, claim);
                     }
                     continue;
@@ -160,9 +160,9 @@ async fn run_attempt(
                     (state.blockers, was_blocker_changed) = (None, true);
                     continue;
                 }
-                Blockers::OtherUnits(of) => {
+                Blockers::OtherUnits(held_total) => {
                     delete_nodes(session, state).await?;
-                    return Ok(Attempt::Busy(Busy::new().with_other_units(of)));
+                    return Ok(Attempt::Busy(Busy::new().with_other_units(held_total)));
                 }
             };
         if let Some(missing) =
@@ -391,9 +391,9 @@ pub(crate) async fn delete_nodes(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     delete_upgrade_request(session, state).await?;
-    let other_units = state.other_units.iter().map(|path| delete(session, path));
-    try_join_all(other_units).await?;
-    state.other_units.clear();
+    let deletions = state.further_unit_paths.iter().map(|path| delete(session, path));
+    try_join_all(deletions).await?;
+    state.further_unit_paths.clear();
     let Some(node) = &state.node else { return Ok(false) };
     let existed = delete(session, &node.path).await?;
     state.clear_node();
@@ -431,7 +431,8 @@ pub(crate) async fn end_lost_claim(
     claim: ClaimId,
 ) {
     // The first unit may exist although another one does not.
-    let are_deleted = state.other_units.is_empty() || delete_nodes(session, state).await.is_ok();
+    let are_deleted =
+        state.further_unit_paths.is_empty() || delete_nodes(session, state).await.is_ok();
     if are_deleted {
         state.clear_node();
     }
@@ -441,9 +442,10 @@ pub(crate) async fn end_lost_claim(
     }
 }
 
-/// Returns whether the claim's own node exists. Sets a watch on the node if possible. If a watch
-/// from before the confirmation has not fired, and the client has not reconnected since, the node
-/// exists, and no request is needed.
+/// Returns whether the claim's own node exists. Sets a watch on the node if possible.
+///
+/// Needs no request if a watch was set before the confirmation and has not fired, and if the client
+/// has not reconnected since. The node then still exists.
 async fn verify_own_node(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,
@@ -452,7 +454,7 @@ async fn verify_own_node(
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
     // Only the first unit is watched.
-    if !semaphore::exist(session, &state.other_units).await? {
+    if !semaphore::exist(session, &state.further_unit_paths).await? {
         return Ok(false);
     }
     let reconnects = session.reconnects();
@@ -511,7 +513,8 @@ fn request_verification_when_fired(
 }
 
 /// Waits until a node that blocks the claim is changed or deleted, or the session's client is
-/// stopped. Without a watch, no event arrives: the engine limits this wait and polls.
+/// stopped. Returns at once if no nodes are recorded. If the watch budget is used up, no event
+/// arrives: the engine limits this wait and polls.
 pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
     let _wait_guard = entry.begin_wait();
     let change = entry.state.lock().await.waits_for(claim).map(WatchedNodes::change);
@@ -521,8 +524,9 @@ pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
 }
 
 /// Waits without a queue entry until a node below `dir` that blocks the claim is changed or
-/// deleted, or the session's client is stopped. Returns at once if no node does or a request fails.
-/// Never returns if the watch budget is used up. The engine limits this wait and polls.
+/// deleted, or the session's client is stopped. Returns at once if no node blocks the claim or a
+/// request fails. Never returns if the watch budget is used up. The engine limits this wait and
+/// polls.
 pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, claim: &Claim) {
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };

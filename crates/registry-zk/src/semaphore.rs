@@ -58,7 +58,7 @@ pub(crate) async fn units_exist(
     let synced = session.with_request_timeout(session.client().sync(&node.path)).await?;
     synced.map_err(|error| to_backend_error(&error).as_unknown())?;
     let first = std::slice::from_ref(&node.path);
-    Ok(exist(session, first).await? && exist(session, &state.other_units).await?)
+    Ok(exist(session, first).await? && exist(session, &state.further_unit_paths).await?)
 }
 
 /// Returns whether all of these nodes exist.
@@ -267,7 +267,7 @@ async fn take_units(
         _ => None,
     });
     let Some((path, stat)) = created.next() else { return Ok(SemaphoreAttempt::Retry) };
-    let other_units = created.map(|(path, _)| path).collect();
+    let further_unit_paths = created.map(|(path, _)| path).collect();
     let czxid = if stat.is_invalid() {
         let found = session.with_request_timeout(client.check_stat(&path)).await?;
         match found.map_err(|error| to_backend_error(&error).as_unknown())? {
@@ -281,7 +281,7 @@ async fn take_units(
     state.clear_node();
     let mode = NodeMode { mode: claim.mode(), token: czxid };
     state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
-    state.other_units = other_units;
+    state.further_unit_paths = further_unit_paths;
     Ok(SemaphoreAttempt::Granted)
 }
 
@@ -309,7 +309,7 @@ pub(crate) async fn resolve_units(
     if let Some((path, czxid, mode)) = own.next() {
         let mode = NodeMode { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
         state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
-        state.other_units = own.map(|(path, ..)| path).collect();
+        state.further_unit_paths = own.map(|(path, ..)| path).collect();
     }
     Ok(())
 }

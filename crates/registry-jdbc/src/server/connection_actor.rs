@@ -1,5 +1,5 @@
-//! The connection actor: runs commands on a session's state, one at a time. Knows nothing of the
-//! commands. Used by `session`.
+//! The connection actor: runs commands on a session's state, one at a time. `session` uses this
+//! module and defines the commands.
 //!
 //! If the state is free, a caller runs its command itself, which saves a message to the actor's
 //! task and one back. The task runs everything else: commands of concurrent callers, scheduled
@@ -122,8 +122,8 @@ impl<S: ActorState> ConnectionActor<S> {
         }
     }
 
-    /// For the task: takes the state. Runs a command that a caller has started to its end, and
-    /// returns its output too. Returns `None` if the state was dropped.
+    /// For the task: takes the state. If a caller has started a command, completes this command and
+    /// also returns its output. Returns `None` if the state was dropped.
     pub(super) async fn take_over(&self) -> Option<(Box<S>, Option<S::Output>)> {
         match self.take_slot() {
             StateSlot::Idle(state) => Some((state, None)),
@@ -216,7 +216,8 @@ impl<S: ActorState> InlineCommand<S> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<S::Output>> {
         let actor = Arc::clone(&self.actor);
         // The mutex stays locked during the poll, so the actor's task and runtime cannot end before
-        // the poll returns. A command wakes no caller, so no foreign code runs under the mutex.
+        // the poll returns. The poll calls no caller's waker, so no foreign code runs under the
+        // mutex.
         let mut inner = actor.lock();
         let (mut future, mut caller) = match mem::replace(&mut inner.state, StateSlot::Closed) {
             StateSlot::InCaller { command_id, future, caller } if command_id == self.command_id => {
@@ -267,8 +268,8 @@ impl<S: ActorState> Drop for InlineCommand<S> {
     }
 }
 
-/// The maximum time from a command's first poll to its takeover by the task. The task also wakes
-/// this long after use.
+/// The maximum time from a command's first poll to its takeover by the task. After a caller has
+/// used the state, the task also wakes once after this time.
 const TAKEOVER_DELAY: Duration = Duration::from_millis(300);
 
 #[cfg(test)]

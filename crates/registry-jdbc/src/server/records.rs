@@ -27,13 +27,17 @@ pub(crate) const RECORD_MARKER: [u8; 16] = [b'+'; 16];
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Columns {
     claim: Option<Vec<u8>>,
+    /// The first token of the newest grant.
     token: i64,
-    block: i64,
+    /// The number of tokens that this grant has reserved.
+    token_block: i64,
     label: Option<Vec<u8>>,
-    /// In a row with a record, increases with each change after which another claim may be granted.
+    /// The time of the grant. In a row with a record, this value instead increases with each change
+    /// after which another claim may be granted.
     since: i64,
-    /// In a row with a record, the end of the last entry, or a later time. Each write increases
-    /// `since` or `until`, so together they are the version of the row.
+    /// The end of the grant. In a row with a record, the end of the last entry, or a later time.
+    /// Each write of a record increases `since` or `until`, so together they are the version of the
+    /// row.
     until: i64,
 }
 
@@ -70,7 +74,7 @@ impl Columns {
         let label = self.label.as_deref().map(|label| String::from_utf8_lossy(label).into());
         let claim = Claim::new(PLACEHOLDER_KEY.with(Key::clone), Duration::ZERO)
             .with_id(ClaimId::from_bits(u128::from_be_bytes(id)))
-            .with_token_block(u32::try_from(self.block).unwrap_or(u32::MAX))
+            .with_token_block(u32::try_from(self.token_block).unwrap_or(u32::MAX))
             .with_label(label);
         let since = u64::try_from(self.since).unwrap_or(0);
         Ok(LockRecord::granted_entry(&claim, fencing_token::<D>(self.token)?, since, until))
@@ -105,7 +109,7 @@ impl StoredRow {
             Some(token) => Some(Columns {
                 claim: bytes::<D>(row, 0)?,
                 token,
-                block: number::<D>(row, 2)?,
+                token_block: number::<D>(row, 2)?,
                 label: bytes::<D>(row, 3)?,
                 since: number::<D>(row, 4)?,
                 until: number::<D>(row, 5)?,
@@ -126,7 +130,7 @@ impl StoredRow {
 
     fn next_token<D: Dialect>(&self) -> Result<FencingToken, BackendError> {
         let after_last = match &self.columns {
-            Some(columns) => columns.token.checked_add(columns.block),
+            Some(columns) => columns.token.checked_add(columns.token_block),
             None => Some(0),
         };
         let after_floor = self.floor.checked_add(1);
@@ -138,11 +142,12 @@ impl StoredRow {
 
     /// Returns the row after `change`.
     fn after<D: Dialect>(&self, change: &Change) -> Result<Columns, BackendError> {
-        let (token, block) = match (change.grant, &self.columns) {
-            (Some((token, block)), _) => (i64::from(token), i64::from(block)),
-            (None, Some(row)) => {
-                (row.token, change.block_used.map_or(row.block, |used| row.block.min(used)))
-            }
+        let (token, token_block) = match (change.grant, &self.columns) {
+            (Some((token, token_block)), _) => (i64::from(token), i64::from(token_block)),
+            (None, Some(row)) => (
+                row.token,
+                change.block_used.map_or(row.token_block, |used| row.token_block.min(used)),
+            ),
             (None, None) => return Err(corrupt::<D>("a key without a row has a record")),
         };
         let since = match &self.columns {
@@ -151,7 +156,14 @@ impl StoredRow {
             Some(row) => row.since,
         };
         if change.record.is_empty() {
-            return Ok(Columns { claim: None, token, block, label: None, since, until: self.now });
+            return Ok(Columns {
+                claim: None,
+                token,
+                token_block,
+                label: None,
+                since,
+                until: self.now,
+            });
         }
         let until = i64::try_from(change.record.until()).unwrap_or(i64::MAX);
         let until = match &self.columns {
@@ -159,7 +171,7 @@ impl StoredRow {
             _ => until,
         };
         let label = Some(change.record.to_text().into_bytes());
-        Ok(Columns { claim: Some(RECORD_MARKER.to_vec()), token, block, label, since, until })
+        Ok(Columns { claim: Some(RECORD_MARKER.to_vec()), token, token_block, label, since, until })
     }
 }
 
@@ -194,7 +206,7 @@ impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn attempt_on_record(
         &self,
         claim: &Claim,
-        position: u64,
+        wakeup_position: u64,
     ) -> Result<Attempt, BackendError> {
         for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Acquire).await?;
@@ -208,8 +220,8 @@ impl<D: Dialect> LeaseTable<D> {
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
             if !is_granted && record.may_skip_write(&before, claim, stored.now()) {
-                let mark = stored.columns.as_ref();
-                return Ok(self.with_mark(claim, attempt, position, mark));
+                let row = stored.columns.as_ref();
+                return Ok(self.with_mark(claim, attempt, wakeup_position, row));
             }
             if record == before {
                 return Ok(attempt);
@@ -234,7 +246,7 @@ impl<D: Dialect> LeaseTable<D> {
                     if is_granted && before.is_empty() {
                         self.rows_of_single_claims.insert(self.row_id(claim.key()));
                     }
-                    return Ok(self.with_mark(claim, attempt, position, Some(&written)));
+                    return Ok(self.with_mark(claim, attempt, wakeup_position, Some(&written)));
                 }
                 Ok(None) => {}
                 Err(error) => match attempt {
@@ -249,7 +261,7 @@ impl<D: Dialect> LeaseTable<D> {
                         return Ok(self.with_mark(
                             claim,
                             attempt,
-                            position,
+                            wakeup_position,
                             stored.columns.as_ref(),
                         ));
                     }
@@ -285,12 +297,12 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds to a busy response the mark after which the claim waits for a change of `row`.
+    /// Adds a mark to a busy response. The claim then waits for a change of `row` after this mark.
     fn with_mark(
         &self,
         claim: &Claim,
         attempt: Attempt,
-        position: u64,
+        wakeup_position: u64,
         row: Option<&Columns>,
     ) -> Attempt {
         match attempt {
@@ -299,7 +311,7 @@ impl<D: Dialect> LeaseTable<D> {
                 let version =
                     row.map_or(0, |row| if row.has_record() { row.since } else { row.token });
                 let version = FencingToken::try_from(version).unwrap_or(FencingToken::MAX);
-                Attempt::Busy(busy.with_mark(self.wakeups.busy_mark(position, version)))
+                Attempt::Busy(busy.with_mark(self.wakeups.busy_mark(wakeup_position, version)))
             }
             attempt => attempt,
         }
@@ -465,12 +477,12 @@ impl<D: Dialect> LeaseTable<D> {
         connection_use: ConnectionUse,
     ) -> Result<Option<Columns>, BackendError> {
         let columns = stored.after::<D>(change)?;
-        let texts = self.statements();
+        let statements = self.statements();
         let mut values = vec![
             self.id(key),
             Value::MaybeBytes(columns.claim.clone()),
             Value::Number(columns.token),
-            Value::Number(columns.block),
+            Value::Number(columns.token_block),
             Value::MaybeBytes(columns.label.clone()),
             Value::Number(columns.since),
             Value::Number(columns.until),
@@ -478,7 +490,7 @@ impl<D: Dialect> LeaseTable<D> {
         let text = match &stored.columns {
             None => {
                 values.extend([self.namespace_value(), Value::key(key)]);
-                &texts.insert_record
+                &statements.insert_record
             }
             Some(seen) => {
                 values.extend([
@@ -491,9 +503,9 @@ impl<D: Dialect> LeaseTable<D> {
                 ]);
                 values.extend(self.wakeups.notification(self.row_id(key)));
                 match change.kind {
-                    ChangeKind::Grant => &texts.write_grant,
-                    ChangeKind::Renewal => &texts.write_renewal,
-                    ChangeKind::Other => &texts.write_record,
+                    ChangeKind::Grant => &statements.write_grant,
+                    ChangeKind::Renewal => &statements.write_renewal,
+                    ChangeKind::Other => &statements.write_record,
                 }
             }
         };
@@ -546,8 +558,8 @@ pub(super) fn decode_holders<D: Dialect>(
 }
 
 /// Returns whether a new grant of `claim` joins readers. Such a grant need not wait for open fenced
-/// transactions: all of these belong to readers, because the first reader's grant waited for all
-/// others.
+/// transactions. The first reader's grant has waited for the transactions of earlier holders, so
+/// the open ones all belong to readers.
 fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
     let is_reader = |entry: &RecordEntry| {
         entry.is_granted() && matches!(entry.mode, ClaimMode::Shared | ClaimMode::Upgradable)
@@ -560,8 +572,8 @@ fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
 /// The maximum number of attempts if other clients change the row between a read and a write.
 const WRITE_ATTEMPTS_MAX: u32 = 50;
 
-/// The time after which a claim that joins the queue repeats an attempt whose place could not be
-/// written.
+/// The pause before the next attempt of a claim that joins the queue, if a row lock prevented the
+/// write of its place.
 const RETRY_FOR_PLACE: Duration = Duration::from_millis(10);
 
 /// The pauses between attempts to renew claims in a row that another transaction has locked. A
