@@ -50,18 +50,13 @@ impl RunCommand {
         let (key, command) = run.key_and_command()?;
         let key = args::parse_key(key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&run.acquire)?;
+        let request = LockRequest::check(key, &run.acquire)?;
+        let once = OnceCommand::check(&run.once)?;
         // The command is checked last. Any other mistake must end with 64, and not with the status
         // of a missing command.
         let program = Program::find(command.to_vec())?;
-        let request = LockRequest::check(key, &run.acquire)?;
-        Ok(Self {
-            request,
-            program,
-            store,
-            acquire_options: AcquireOptions::from_args(&run.acquire),
-            grace: run.grace,
-            once: OnceCommand::check(&run.once)?,
-        })
+        let acquire_options = AcquireOptions::from_args(&run.acquire);
+        Ok(Self { request, program, store, acquire_options, grace: run.grace, once })
     }
 
     /// Acquires the lock, runs the command, and releases the lock. Returns the exit status.

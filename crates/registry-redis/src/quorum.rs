@@ -1046,8 +1046,13 @@ impl<T> PendingResponses<T> {
             biased;
             response = self.calls.next() => match response {
                 Some(Ok(response)) => ResponseEvent::Response(response),
-                Some(Err(_)) => {
-                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another runtime")))
+                Some(Err(error)) => {
+                    let message = if error.is_panic() {
+                        "redis: a request panicked; report the defect with its backtrace"
+                    } else {
+                        "redis: the tokio runtime has shut down; open the registry in another runtime"
+                    };
+                    ResponseEvent::Response(Err(BackendError::transient(message)))
                 }
                 None => ResponseEvent::AllReceived,
             },

@@ -20,6 +20,16 @@ fn refused(store: &TestStore, command: &mut std::process::Command, hint: &str) -
 }
 
 #[test]
+fn an_invalid_option_is_reported_before_a_missing_command() {
+    let store = TestStore::new();
+    for (option, hint) in [(&["--also", ""][..], "empty"), (&["--count-failures"], "--tick")] {
+        let mut command = store.lockreg(["run"]);
+        command.args(option).args(["key", "--", "/no/such/program"]);
+        refused(&store, &mut command, hint);
+    }
+}
+
+#[test]
 fn invalid_options_of_run_are_usage_errors() {
     let store = TestStore::new();
     let cases: &[(&[&str], &str)] = &[
