@@ -31,7 +31,7 @@ pub(crate) fn locked(attribute: TokenStream, item: TokenStream) -> TokenStream {
     function.into_token_stream()
 }
 
-/// A function or method with a body, which is not parsed.
+/// A function or method with an unparsed body.
 struct Function {
     attributes: Vec<Attribute>,
     visibility: Visibility,
@@ -55,7 +55,7 @@ impl Parse for Function {
         }
         let signature: Signature = input.parse()?;
         if input.peek(Token![;]) {
-            let problem = "`#[locked]` needs a body; write it at the implementation of the method";
+            let problem = "`#[locked]` needs a body; write it on the implementation of the method";
             return Err(Error::new(signature.ident.span(), problem));
         }
         Ok(Self { attributes, visibility, signature, body: input.parse()? })
@@ -79,11 +79,11 @@ impl Function {
             return Err(Error::new(abi.span(), "an `extern fn` cannot wait for a lock"));
         }
         if signature.asyncness.is_none() {
-            // The expansion of `#[async_trait]` precedes that of attributes inside.
+            // `#[async_trait]` is expanded before the attributes of the methods inside it.
             let output = signature.output.to_token_stream().to_string();
             let is_boxed = output.contains("Pin") && output.contains("Future");
             let problem = if is_boxed {
-                "`#[locked]` does not work inside `#[async_trait]`; write it at a method that this method calls"
+                "`#[locked]` does not work inside `#[async_trait]`; write it on a method that this method calls"
             } else {
                 "`#[locked]` needs an `async fn`, because it waits for the lock"
             };
@@ -92,12 +92,13 @@ impl Function {
         Ok(())
     }
 
-    /// Returns the return type, unless it is certainly no `Result`. It can be an alias of one.
-    fn result(&self) -> syn::Result<&Type> {
+    /// Returns the return type, or an error if it cannot be a `Result`. Accepts unknown types,
+    /// which may be aliases of `Result`.
+    fn result_type(&self) -> syn::Result<&Type> {
         let span = match &self.signature.output {
             ReturnType::Default => self.signature.ident.span(),
             ReturnType::Type(_, result) => match &**result {
-                Type::Path(path) if !is_other_type(path) => return Ok(result),
+                Type::Path(path) if !cannot_be_result(path) => return Ok(result),
                 other => other.span(),
             },
         };
@@ -155,7 +156,7 @@ impl Function {
         let bind = token.map(
             |token| quote_spanned!(hidden=> let #token = #root::LockGuard::fencing_token(&guard);),
         );
-        let result = self.result()?;
+        let result = self.result_type()?;
         // Type errors are shown at the part of the code that causes them.
         let at_result = hidden.located_at(result.span());
         let convert = quote_spanned!(at_result=>
@@ -195,7 +196,7 @@ impl Function {
     }
 }
 
-fn is_other_type(path: &TypePath) -> bool {
+fn cannot_be_result(path: &TypePath) -> bool {
     let name = path.path.segments.last().map(|last| last.ident.to_string()).unwrap_or_default();
     let is_primitive = name.starts_with(|first: char| first.is_ascii_lowercase());
     is_primitive || ["Option", "String", "Vec", "Box"].contains(&&*name)

@@ -1,5 +1,5 @@
-//! Turns the text of a key, such as `orders/{order.id}`, into an expression. Its placeholders are
-//! those of `format!`, and may also contain fields and methods of an argument.
+//! Turns the text of a key, such as `orders/{order.id}`, into an expression. A placeholder is an
+//! argument, or a field, a method or an index of one, with an optional format as in `format!`.
 
 use proc_macro2::{Group, Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote_spanned};
@@ -8,7 +8,7 @@ use syn::{Error, Expr, FnArg, LitStr, Signature};
 /// Returns an expression of type `String` or `&str`.
 ///
 /// # Errors
-/// If the text is empty or malformed, or names something else than the arguments.
+/// If the text is empty or malformed, or if a placeholder does not begin with an argument.
 pub(crate) fn from_text(text: &LitStr, arguments: &Arguments) -> syn::Result<TokenStream> {
     let span = text.span();
     let value = text.value();
@@ -27,15 +27,15 @@ pub(crate) fn from_text(text: &LitStr, arguments: &Arguments) -> syn::Result<Tok
             continue;
         }
         let Some(inside) = brace.strip_prefix('{') else {
-            return Err(Error::new(span, "`}` closes no `{`; write `}}` for the character"));
+            return Err(Error::new(span, "`}` closes no `{`; write `}}` for a literal `}`"));
         };
         let end = inside.find(['{', '}']).filter(|end| inside[*end..].starts_with('}'));
         let Some(end) = end else {
-            return Err(Error::new(span, "`{` is not closed; write `{{` for the character"));
+            return Err(Error::new(span, "`{` is not closed; write `{{` for a literal `{`"));
         };
-        let (name, style) = split_style(&inside[..end]);
+        let (name, format_spec) = split_format_spec(&inside[..end]);
         values.push(arguments.value(name, span)?);
-        format.push_str(&format!("{{{}{style}}}", values.len() - 1));
+        format.push_str(&format!("{{{}{format_spec}}}", values.len() - 1));
         rest = &inside[end + 1..];
     }
     if values.is_empty() && !value.contains(['{', '}']) {
@@ -46,8 +46,9 @@ pub(crate) fn from_text(text: &LitStr, arguments: &Arguments) -> syn::Result<Tok
     Ok(quote_spanned!(span=> ::std::format!(#format, #(#values),*)))
 }
 
-/// Splits `id:04` into the value and the style, which begins with the colon. A path has two colons.
-fn split_style(placeholder: &str) -> (&str, &str) {
+/// Splits `id:04` into the value and the format specification, which begins with the colon. The two
+/// colons of a path such as `a::b` do not begin one.
+fn split_format_spec(placeholder: &str) -> (&str, &str) {
     let bytes = placeholder.as_bytes();
     let is_single = |at: usize| {
         bytes[at] == b':' && bytes.get(at + 1) != Some(&b':') && (at == 0 || bytes[at - 1] != b':')
@@ -88,7 +89,7 @@ impl Arguments {
             "`{{{text}}}` is not an argument, or a field or method of one; for other values, write `key = EXPRESSION`"
         );
         let tokens: syn::Result<TokenStream> = text.parse().map_err(Into::into);
-        let Ok(value) = tokens.and_then(|tokens| syn::parse2(at(span, tokens))) else {
+        let Ok(value) = tokens.and_then(|tokens| syn::parse2(with_span(span, tokens))) else {
             return fail(unsupported);
         };
         match root(&value) {
@@ -107,7 +108,8 @@ impl Arguments {
     }
 }
 
-/// Collects all identifiers of a pattern. Those that are no variables do not compile in a key.
+/// Collects all identifiers of a pattern, including names of types. A key that contains the name of
+/// a type does not compile.
 fn collect_names(pattern: TokenStream, names: &mut Vec<String>) {
     for token in pattern {
         match token {
@@ -131,11 +133,12 @@ fn root(value: &Expr) -> Option<String> {
     }
 }
 
-/// Moves tokens of a text to the place of the text.
-fn at(span: Span, tokens: TokenStream) -> TokenStream {
+/// Gives the tokens of a text the span of the text, at which the compiler shows their errors.
+fn with_span(span: Span, tokens: TokenStream) -> TokenStream {
     let moved = |mut token: TokenTree| {
         if let TokenTree::Group(group) = token {
-            token = TokenTree::Group(Group::new(group.delimiter(), at(span, group.stream())));
+            token =
+                TokenTree::Group(Group::new(group.delimiter(), with_span(span, group.stream())));
         }
         token.set_span(span);
         token

@@ -1,4 +1,4 @@
-//! Parses the options in `#[locked(..)]`. Which names a key may use is checked in `key`.
+//! Parses the options in `#[locked(..)]`. The module `key` checks which names a key may use.
 
 use proc_macro2::{Span, TokenStream};
 use quote::{quote, quote_spanned};
@@ -21,6 +21,7 @@ pub(crate) struct Options {
     /// Methods of `LockOptions` that take a time, each with its argument.
     pub(crate) times: Vec<(Ident, TokenStream)>,
     pub(crate) token: Option<Ident>,
+    /// The path of the crate `lock-registry`.
     pub(crate) root: Option<Path>,
 }
 
@@ -40,7 +41,7 @@ impl Parse for Options {
                 return Err(Error::new(name.span(), format!("`{name}` is set twice")));
             }
             match name.to_string().as_str() {
-                "key" => key = Some(text_or_code(value, "a text such as \"orders/{id}\"")?),
+                "key" => key = Some(text_or_code(value, "a string such as \"orders/{id}\"")?),
                 "registry" => registry = Some(code(value, "an expression such as `self.locks`")?),
                 "mode" => mode = Some(text_or_code(value, "\"shared\", or a `ClaimMode`")?),
                 "options" => base = Some(code(value, "a `LockOptions`")?),
@@ -97,7 +98,7 @@ fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
     }
 }
 
-/// An expression, also one in quotes.
+/// Returns an expression, which may be in quotes.
 fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
     match text_or_code(value, expected)? {
         Value::Code(code) => Ok(code),
@@ -107,7 +108,7 @@ fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
     }
 }
 
-/// A time in quotes, which is parsed now, or an expression of type `Duration`.
+/// Returns an expression of type `Duration`. A time in quotes is parsed during the expansion.
 fn time(value: Expr) -> syn::Result<TokenStream> {
     let expected = "a time such as \"30s\", \"1500ms\" or \"1m 30s\"";
     match text_or_code(value, &format!("{expected}, or a `Duration`"))? {

@@ -15,7 +15,7 @@ use lock_registry::{
 };
 use tokio::sync::{Notify, oneshot};
 
-/// A re-export, as in a crate that hides this one.
+/// A re-export of `lock-registry` under another name.
 mod kit {
     pub(crate) use lock_registry as locks;
 }
@@ -99,7 +99,7 @@ impl<R: LockRegistry> Shop<R> {
 
 async fn assert_free(registry: &Registry, key: &str) {
     registry.idle().await;
-    assert!(registry.obtain(key).try_lock().await.unwrap().is_some(), "{key} is not locked");
+    assert!(registry.obtain(key).try_lock().await.unwrap().is_some(), "{key} is still locked");
 }
 
 async fn shop() -> (Registry, Arc<Shop<Registry>>) {
@@ -204,8 +204,8 @@ async fn a_method_may_return_early_move_its_arguments_and_borrow_itself() {
     assert_free(&registry, "orders/7").await;
 }
 
-/// Returns the keys that are locked while the future waits at its `barrier`.
-async fn key_during(registry: &Registry, key: &str, call: impl Future, reached: &Notify) {
+/// Asserts that `key` is locked when `call` has notified `reached`, and then drops the call.
+async fn assert_locked_during(registry: &Registry, key: &str, call: impl Future, reached: &Notify) {
     tokio::select! {
         biased;
         _ = call => unreachable!("the body never ends"),
@@ -239,7 +239,7 @@ async fn a_key_contains_arguments_their_fields_and_methods() {
     let (registry, reached) = (Registry::in_memory().unwrap(), Notify::new());
     let order = Order { id: 7, customer: "me".to_owned() };
     let call = work(&registry, "acme", order, ["a", "b"], (9, 0), None, &reached);
-    key_during(&registry, "{acme}/0007/2/b/9/None", call, &reached).await;
+    assert_locked_during(&registry, "{acme}/0007/2/b/9/None", call, &reached).await;
 
     #[locked(key = name, registry = locks)]
     async fn named(
@@ -252,7 +252,7 @@ async fn a_key_contains_arguments_their_fields_and_methods() {
         std::future::pending().await
     }
     let call = named(&registry, Cow::Borrowed("a {name}"), &reached);
-    key_during(&registry, "a {name}", call, &reached).await;
+    assert_locked_during(&registry, "a {name}", call, &reached).await;
 }
 
 #[tokio::test]
@@ -267,7 +267,7 @@ async fn a_key_contains_fields_of_the_receiver() {
     }
     let (registry, reached) = (Registry::in_memory().unwrap(), Notify::new());
     let tenant = Tenant("acme", registry.clone());
-    key_during(&registry, "acme/7", tenant.work(7, &reached), &reached).await;
+    assert_locked_during(&registry, "acme/7", tenant.work(7, &reached), &reached).await;
 }
 
 #[tokio::test]

@@ -305,7 +305,7 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
 }
 
 impl<S: Clone, KeyFn, M> LockService<S, KeyFn, M> {
-    /// Takes the inner service that is ready. The clone that stays has its own readiness.
+    /// Returns the inner service, which is ready, and leaves a clone of it, which may not be ready.
     fn take_ready(&mut self) -> S {
         let clone = self.inner.clone();
         std::mem::replace(&mut self.inner, clone)

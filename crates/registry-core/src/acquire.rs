@@ -54,8 +54,8 @@ pub(crate) async fn acquire(
         // 1. The local permit, among the callers of this process.
         let admitted = admit(local_lock, owner.as_ref(), claim_options, deadline).await?;
         let permit = match admitted {
-            Some(Admitted::LocalPermit(permit)) => permit,
-            Some(Admitted::Guard(guard)) => return Ok(Some(guard)),
+            Some(PermitOrGuard::LocalPermit(permit)) => permit,
+            Some(PermitOrGuard::Guard(guard)) => return Ok(Some(guard)),
             None => {
                 emit_gave_up(local_lock, mode, started_at);
                 return Ok(None);
@@ -78,8 +78,9 @@ pub(crate) async fn acquire(
     }
 }
 
-/// Tries to acquire all locks of one registry. The store grants all or none if it can decide them
-/// in one step. Otherwise the result may contain some guards and the index of a busy lock.
+/// Tries to acquire all of these locks, which belong to one registry. Returns the guards of the
+/// granted ones, and the index of the first busy one. The store grants all or none if it can decide
+/// all keys in one step.
 ///
 /// # Cancel safety
 /// As [`acquire`], for each of the locks.
@@ -103,15 +104,15 @@ pub(crate) async fn try_acquire_all(
     let started_at = Moment::now();
     let deadline = Some(started_at);
 
-    // 1. All local permits, without waiting. Without one of them, no request is sent.
+    // 1. All local permits, without waiting. If one of them is not free, no request is sent.
     let (mut acquisitions, mut pending) = (Vec::new(), Vec::new());
     for (index, local_lock) in local_locks.iter().enumerate() {
         match admit(local_lock, owner.as_ref(), claim_options, deadline).await? {
-            Some(Admitted::Guard(guard)) => guards.push(guard),
-            Some(Admitted::LocalPermit(permit)) => {
+            Some(PermitOrGuard::Guard(guard)) => guards.push(guard),
+            Some(PermitOrGuard::LocalPermit(permit)) => {
                 let acquisition =
                     Acquisition { local_lock, engine, claim_options, started_at, deadline };
-                pending.push(acquisition.pend(permit));
+                pending.push(acquisition.pending_claim(permit));
                 acquisitions.push((index, acquisition));
             }
             None => {
@@ -135,14 +136,14 @@ pub(crate) async fn try_acquire_all(
         async move {
             let attempt = acquisition.attempt_in_batch(pending, is_sent, owner);
             match attempt.await {
-                // Starts over alone.
+                // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
                     let retried = Box::pin(acquire(local_locks[index], mode, options)).await;
-                    (index, retried.map(BatchedAttempt::from))
+                    (index, retried.map(KeyOutcome::from))
                 }
                 Err(AcquireFailure::Failed(error)) => (index, Err(error)),
                 Ok(attempt) => {
-                    if matches!(attempt, BatchedAttempt::Busy) {
+                    if matches!(attempt, KeyOutcome::Busy) {
                         emit_gave_up(acquisition.local_lock, mode, started_at);
                     }
                     (index, Ok(attempt))
@@ -153,9 +154,9 @@ pub(crate) async fn try_acquire_all(
     let (mut busy, mut has_withheld) = (None, false);
     for (index, attempt) in join_all(attempts).await {
         match attempt? {
-            BatchedAttempt::Granted(guard) => guards.push(guard),
-            BatchedAttempt::Busy => _ = busy.get_or_insert(index),
-            BatchedAttempt::Withheld => has_withheld = true,
+            KeyOutcome::Granted(guard) => guards.push(guard),
+            KeyOutcome::Busy => _ = busy.get_or_insert(index),
+            KeyOutcome::Withheld => has_withheld = true,
         }
     }
     if has_withheld && busy.is_none() {
@@ -166,7 +167,7 @@ pub(crate) async fn try_acquire_all(
 }
 
 /// What a caller gets from the local lock.
-enum Admitted {
+enum PermitOrGuard {
     LocalPermit(LocalPermit),
     Guard(LockGuard),
 }
@@ -178,13 +179,15 @@ async fn admit(
     owner: Option<&Owner>,
     claim_options: &Arc<ClaimOptions>,
     deadline: Option<Moment>,
-) -> Result<Option<Admitted>, LockError> {
+) -> Result<Option<PermitOrGuard>, LockError> {
     let engine = local_lock.engine();
     // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
     // the time of a lease.
     loop {
         let guard = match local_lock.enter(owner, claim_options, deadline).await {
-            Ok(Admission::LocalPermit(permit)) => return Ok(Some(Admitted::LocalPermit(permit))),
+            Ok(Admission::LocalPermit(permit)) => {
+                return Ok(Some(PermitOrGuard::LocalPermit(permit)));
+            }
             // The lease ended before this caller received the guard.
             Ok(
                 Admission::Reentered(guard)
@@ -218,19 +221,19 @@ async fn admit(
             Err(NotAdmitted::PassedOn) => continue,
             Err(NotAdmitted::Closed) => return Err(LockError::Closed),
         };
-        return Ok(Some(Admitted::Guard(guard)));
+        return Ok(Some(PermitOrGuard::Guard(guard)));
     }
 }
 
-/// The result for one key of an attempt for several keys.
-enum BatchedAttempt {
+/// The outcome for one key of an attempt for several keys.
+enum KeyOutcome {
     Granted(LockGuard),
     Busy,
     /// The store granted nothing, because another key was busy.
     Withheld,
 }
 
-impl From<Option<LockGuard>> for BatchedAttempt {
+impl From<Option<LockGuard>> for KeyOutcome {
     fn from(guard: Option<LockGuard>) -> Self {
         guard.map_or(Self::Busy, Self::Granted)
     }
@@ -280,7 +283,7 @@ impl Acquisition<'_> {
         permit: LocalPermit,
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
-        let mut pending = self.pend(permit);
+        let mut pending = self.pending_claim(permit);
         if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end(it)) {
             let first = FirstAttempt::At(pause_end);
             return Box::pin(self.retry(pending, first, owner)).await;
@@ -288,7 +291,7 @@ impl Acquisition<'_> {
         self.send(pending, owner).await
     }
 
-    fn pend(&self, permit: LocalPermit) -> PendingClaim {
+    fn pending_claim(&self, permit: LocalPermit) -> PendingClaim {
         let claim = self.fresh_claim(self.local_lock.key());
         PendingClaim::new(permit, claim, Arc::clone(self.claim_options))
     }
@@ -299,9 +302,9 @@ impl Acquisition<'_> {
         mut pending: PendingClaim,
         is_sent: bool,
         owner: Option<Owner>,
-    ) -> Result<BatchedAttempt, AcquireFailure> {
+    ) -> Result<KeyOutcome, AcquireFailure> {
         if !is_sent {
-            return self.send(pending, owner).await.map(BatchedAttempt::from);
+            return self.send(pending, owner).await.map(KeyOutcome::from);
         }
         let mut suspension = Suspension::new(
             self.engine.background.stall_detector(),
@@ -313,9 +316,9 @@ impl Acquisition<'_> {
         match &outcome {
             // Dropping the pending claim passes on its permit.
             AttemptOutcome::Responded(_, Err(error)) if error.is_withheld() => {
-                Ok(BatchedAttempt::Withheld)
+                Ok(KeyOutcome::Withheld)
             }
-            _ => self.receive(pending, Some(outcome), owner).await.map(BatchedAttempt::from),
+            _ => self.receive(pending, Some(outcome), owner).await.map(KeyOutcome::from),
         }
     }
 

@@ -55,8 +55,7 @@ use crate::value::ValueStore;
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
 /// no [`LockBatch`], no [`ValueStore`], nothing to close. A backend that wraps another one must
-/// forward all twelve;
-/// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
+/// forward all twelve; `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
 /// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future
@@ -196,7 +195,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 ///
 /// The claims of one call are in one [shard](LockBackend::shard), and there are at least two. The
 /// clauses of [`LockBackend`] apply to each claim. Single requests for the same claims may follow,
-/// and the claims are renewed as all others.
+/// and the engine renews these claims like all others.
 ///
 /// # Cancel safety
 /// No method needs to be cancel safe, as in [`LockBackend`].
@@ -211,7 +210,7 @@ pub trait LockBatch: Send + Sync {
     ///
     /// # Errors
     /// As for [`LockBackend::try_acquire`]. The outcome of all claims is then unknown, unless
-    /// [`BackendError::refused`] is true. The request is sent at most once.
+    /// [`BackendError::refused`] is true. One call sends its request at most once (clause 8).
     async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError>;
 
     /// Ends the grants of all claims, as [`LockBackend::release`] does for one. Returns the results

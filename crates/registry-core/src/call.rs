@@ -26,8 +26,8 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
     }
 }
 
-/// Splits a call for several claims into `parts` calls, one for each claim. Each part also drives
-/// the whole call, so it completes even if the others are dropped.
+/// Splits a call for several claims into `parts` calls, one for each claim. Each part
+/// drives the whole call, so one part completes even if the others are dropped.
 ///
 /// `missing` is the response for a claim that the backend has not answered.
 pub(crate) fn split<T>(

@@ -229,7 +229,7 @@ impl Election {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
-        // Read before `Leader` is sent: the work of a reported leader always begins.
+        // Read before `Leader` is sent, so that the work of every reported leader begins.
         let stops_before_work = *stopping.borrow();
         // Dropped last, so that `Follower` is sent after the work has ended and the lock is
         // released.

@@ -208,7 +208,7 @@ impl LockGuard {
         }
     }
 
-    /// Ends this guard. Returns the grant if this was its last guard.
+    /// Ends this guard. Returns the grant to release if it has no other guards.
     fn end(mut self) -> Result<Option<EndingGrant>, LockError> {
         let Some(hold) = self.hold.take() else {
             return Ok(None);
@@ -296,7 +296,8 @@ impl Drop for LockGuard {
     }
 }
 
-/// Releases the locks of all guards, with one request where the store can. Returns the first error.
+/// Releases the locks of all guards, with one request if the store has a batch. Returns one of the
+/// errors, if there are any.
 ///
 /// # Cancel safety
 /// As [`LockGuard::unlock`].
@@ -339,7 +340,7 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
     batched.into_iter().chain(singles).fold(result, Result::and)
 }
 
-/// Releases the claims of one shard with one request. Each release then continues by itself.
+/// Releases the claims of one shard with one request. Then waits for the outcome of each release.
 async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockError>> {
     let Some((first, _)) = batch.first() else { return Vec::new() };
     let background = first.grant().engine().background.clone();

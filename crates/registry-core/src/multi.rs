@@ -202,8 +202,8 @@ impl MultiLock {
         }
     }
 
-    /// Tries to acquire all keys that are not in `guards`, with one request where the store can.
-    /// Returns the first key that was busy.
+    /// Tries to acquire all keys that are not in `guards`, with one request if the store has a
+    /// batch. Returns the first key that was busy.
     async fn try_others(
         &self,
         options: &LockOptions,
@@ -324,7 +324,7 @@ impl MultiGuard {
     /// Releases all keys, and waits for the outcome of each.
     ///
     /// # Errors
-    /// The first error of [`LockGuard::unlock`]. The other keys are released too.
+    /// One of the errors of [`LockGuard::unlock`]. The other keys are released too.
     ///
     /// # Cancel safety
     /// As [`LockGuard::unlock`].

@@ -114,8 +114,9 @@ impl PendingClaim {
         }
     }
 
-    /// Sends one request for all claims, if the store can decide them in one step. Otherwise sends
-    /// nothing and returns false. [`response`](Self::response) returns the response to each claim.
+    /// Sends one request for all claims, if the store has a batch and the claims are in one shard.
+    /// Otherwise sends nothing and returns false. [`response`](Self::response) returns the response
+    /// to each claim.
     pub(crate) async fn send_all(pending: &mut [Self], engine: &Engine) -> bool {
         let Some(first) = pending.first() else { return false };
         let shard = engine.backend.shard(first.claim());
@@ -133,7 +134,7 @@ impl PendingClaim {
         for it in &mut *pending {
             it.sent_at = sent_at;
             it.epoch_at_send = it.local_lock().epoch();
-            // Counts the attempts in case the backend panics here.
+            // Counts the attempt in case the backend panics at the first poll.
             it.unknown_attempts += 1;
         }
         // One poll sends the request. Each part is polled again by the task that waits for it.
@@ -331,7 +332,8 @@ async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> FirstPoll<Atte
     first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
 }
 
-/// Makes an attempt for all claims in one step, and returns the response to each of them.
+/// Makes an attempt for all claims in one step, or one for each claim if the store declines.
+/// Returns the response to each claim.
 async fn attempt_all(
     backend: &dyn LockBackend,
     claims: &[Claim],

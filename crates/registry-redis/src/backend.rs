@@ -130,8 +130,9 @@ impl RedisBackend {
         }
     }
 
-    /// Returns the outcome of a release, and makes the registries verify the grants that remain.
-    fn record_release(
+    /// Returns the outcome of a release. If grants of other claims remain, makes the registries
+    /// verify them.
+    fn after_release(
         &self,
         released: Result<Released, BackendError>,
         claim: &Claim,
@@ -214,7 +215,7 @@ impl LockBackend for RedisBackend {
                 .await
                 .map(|outcome| Released { outcome, others_remain: false }),
         };
-        self.record_release(released, claim)
+        self.after_release(released, claim)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -235,7 +236,7 @@ impl LockBackend for RedisBackend {
     fn batch(&self) -> Option<&dyn LockBatch> {
         match &*self.storage {
             Storage::Single(_) => Some(self),
-            // The masters of a quorum decide each key by rounds of its own.
+            // Each key of a quorum is decided in its own rounds.
             Storage::Quorum(_) => None,
         }
     }
@@ -284,7 +285,7 @@ impl LockBatch for RedisBackend {
         match &*self.storage {
             Storage::Single(store) => {
                 let released = store.release_all(claims).await.into_iter().zip(claims);
-                released.map(|(released, claim)| self.record_release(released, claim)).collect()
+                released.map(|(released, claim)| self.after_release(released, claim)).collect()
             }
             Storage::Quorum(_) => join_all(claims.iter().map(|claim| self.release(claim))).await,
         }

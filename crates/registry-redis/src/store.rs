@@ -364,7 +364,7 @@ impl RedisStore {
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
         let bits = self.run_release(&lock, call).await?;
-        Ok(Released::of_bits(bits))
+        Ok(Released::from_bits(bits))
     }
 
     /// Ends the grants of all claims, with one script if they have the same slot.
@@ -393,7 +393,7 @@ impl RedisStore {
         // A failed release is repeated alone, to return its error.
         let released =
             claims.iter().enumerate().map(async |(index, claim)| match bits.get(index) {
-                Some(&bits) if bits >= 0 => Ok(Released::of_bits(bits)),
+                Some(&bits) if bits >= 0 => Ok(Released::from_bits(bits)),
                 _ => self.release(claim).await,
             });
         join_all(released).await
@@ -687,7 +687,7 @@ pub(crate) struct Released {
 
 impl Released {
     /// Decodes the response of the script `release`.
-    fn of_bits(bits: i64) -> Self {
+    fn from_bits(bits: i64) -> Self {
         Self { outcome: release_outcome(bits & 1), others_remain: bits & 2 != 0 }
     }
 }

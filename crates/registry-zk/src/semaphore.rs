@@ -86,8 +86,8 @@ pub(crate) async fn try_acquire(
     claim: &Claim,
     keeps_place: bool,
 ) -> Result<SemaphoreAttempt, BackendError> {
-    let turn = try_grant_head(session, entry, state, claim, keeps_place).await;
-    turn.map_err(BackendError::as_unknown)
+    let attempt = try_grant_head(session, entry, state, claim, keeps_place).await;
+    attempt.map_err(BackendError::as_unknown)
 }
 
 async fn try_grant_head(

@@ -24,7 +24,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // ANCHOR_END: counter
 
     // ANCHOR: lock
-    // The coupon is read, then paid by another service, then written. No command can do that.
+    // Read the coupon, let another service pay it, then write it. No single command can do that.
     let redeem = || async {
         if shop.clone().get::<_, Option<u64>>("coupon").await?.is_none() {
             tokio::time::sleep(Duration::from_millis(20)).await; // the other service pays

@@ -1,4 +1,4 @@
-//! A function that runs under the lock of its arguments.
+//! A function that runs under a lock whose key contains its argument.
 
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ use tokio::process::Command;
 
 // ANCHOR: migrate
 /// Runs the missing migrations, in one process at a time. The lock is a lease, so a process that
-/// waits for it has no open transaction. `CREATE INDEX CONCURRENTLY` waits for all transactions.
+/// waits for it has no snapshot. `CREATE INDEX CONCURRENTLY` waits for all older snapshots.
 async fn migrate(
     registry: &Registry,
     migrator: &Migrator,

@@ -23,7 +23,7 @@ async fn work(registry: Registry, mut queue: MultiplexedConnection) -> Result<us
             guard.unlock().await?;
             handled += 1;
         } else {
-            // Another worker handles a message of this account. This one returns to the list.
+            // Another worker handles a message of this account. This message returns to the list.
             () = queue.rpush("messages", &account).await?;
         }
         () = queue.lrem("taken", 1, &account).await?;

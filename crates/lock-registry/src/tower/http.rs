@@ -1,4 +1,4 @@
-//! The HTTP flavour of the layer: a request without a lock gets a response instead of an error.
+//! The layer for HTTP: a request that gets no lock gets a response instead of an error.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -16,8 +16,8 @@ use tower_service::Service;
 use super::{LockKey, LockLayer, LockService, LockServiceError, RequestMode, run};
 
 impl<KeyFn, M> LockLayer<KeyFn, M> {
-    /// Returns the same layer for HTTP: it responds to a request that gets no lock, by default as
-    /// [`StatusResponse`] states. Feature `http`.
+    /// Returns this layer for HTTP. A request that gets no lock gets a response instead of an
+    /// error, by default that of [`StatusResponse`]. Feature `http`.
     ///
     /// # Examples
     /// ```
@@ -36,7 +36,7 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Arc::new(lock_registry::connect("memory:").await?);
-    /// // Another request for the same order gets status 423 meanwhile.
+    /// // While a request runs, another one for the same order gets status 423.
     /// let one_at_a_time = LockLayer::new(registry, |request: &Request| request.uri().path().to_owned());
     /// let app: Router = Router::new()
     ///     .route("/orders/{order}/ship", post(ship))
@@ -118,8 +118,7 @@ impl<K, B, F: Fn(LockServiceError<Infallible, K>) -> Response<B>> ErrorResponse<
     }
 }
 
-/// The default response to a request that gets no lock: a status, with the default of the body type
-/// as body.
+/// The default response to a request that gets no lock: a status, with `B::default()` as body.
 ///
 /// | reason | status | header `Retry-After` |
 /// |---|---|---|
@@ -127,7 +126,7 @@ impl<K, B, F: Fn(LockServiceError<Infallible, K>) -> Response<B>> ErrorResponse<
 /// | the request has no valid key | 400 Bad Request | |
 /// | the store failed, or the registry is closed | 503 Service Unavailable | yes |
 /// | the lock was lost, so the request was dropped and may have had effects | 500 Internal Server Error | |
-/// | an option of the layer is invalid or unsupported | 500 Internal Server Error | |
+/// | any other error, such as an invalid or unsupported option | 500 Internal Server Error | |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatusResponse {
     retry_after: Duration,

@@ -83,7 +83,8 @@ pub async fn an_attempt_with_one_busy_key_holds_none(context: &TestContext) {
 }
 
 /// A repeated attempt for several keys returns the same tokens, also through single requests, and
-/// one release of each claim frees its key. The engine repeats a request whose reply was lost.
+/// one release of each claim frees its key. If a reply was lost because a connection had broken
+/// while idle, the engine repeats the attempt with single requests.
 pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &TestContext) {
     let client = context.client().await;
     let claims = claims(context);
@@ -110,7 +111,7 @@ pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &T
 pub async fn tokens_of_several_keys_increase(context: &TestContext) {
     let client = context.client().await;
     let mut last = [None; KEYS.len()];
-    // A store with a queue grants tokens one at a time: none is handed over inside a process.
+    // In a store with a queue, a grant has one token, because no claim is handed over in a process.
     let block = if context.capabilities().fair { 1 } else { 9 };
     for _ in 0..5 {
         for with_batch in [false, true] {

@@ -313,7 +313,7 @@ const RELEASE: &str = "\
 /// Grants all keys like [`REACQUIRE`] and returns their tokens, if the rows of all keys exist, are
 /// free, and are not locked by another transaction. Otherwise the statement returns no row.
 ///
-/// The statement waits for no row, so two of them cannot wait for each other.
+/// The statement waits for no row, so no deadlock is possible.
 ///
 /// Parameters: ids, claims, block, label, lease
 const ACQUIRE_ALL: &str = "\

@@ -30,8 +30,8 @@ impl<D: Dialect> LeaseTable<D> {
         grants.map(BatchAttempt::Granted).map_err(BackendError::as_unknown)
     }
 
-    /// Releases all claims in one statement. A claim that the statement did not find is released
-    /// by itself: it may be in a record.
+    /// Releases all claims in one statement. A claim that this statement did not find may be in a
+    /// record, so it is released with a statement of its own.
     pub(super) async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
         let freed = match D::release_all(self, claims).await {
             Ok(freed) => freed,

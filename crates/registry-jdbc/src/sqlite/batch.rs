@@ -31,7 +31,7 @@ impl LockBatch for SqliteBackend {
         for row in &rows {
             tokens.insert(self.column(row, 0)?, self.column(row, 1)?);
         }
-        let missing = || self.corrupt_row("a grant of several keys did not return each key");
+        let missing = || self.corrupt_row("a grant of several keys did not return all keys");
         let grants = claims.iter().map(|claim| {
             let token = *tokens.get(claim.key().as_str().as_bytes()).ok_or_else(missing)?;
             let last = token.saturating_add(i64::from(claim.token_block()) - 1);
