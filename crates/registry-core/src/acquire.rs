@@ -139,7 +139,10 @@ pub(crate) async fn try_acquire_all(
                 // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
                     let retried = Box::pin(acquire(local_locks[index], mode, options)).await;
-                    (index, retried.map(KeyOutcome::from))
+                    (
+                        index,
+                        retried.map(|guard| guard.map_or(KeyOutcome::Busy, KeyOutcome::Retried)),
+                    )
                 }
                 Err(AcquireFailure::Failed(error)) => (index, Err(error)),
                 Ok(attempt) => {
@@ -151,13 +154,21 @@ pub(crate) async fn try_acquire_all(
             }
         }
     });
-    let (mut busy, mut has_withheld) = (None, false);
+    let (mut busy, mut retried, mut has_withheld) = (None, None, false);
     for (index, attempt) in join_all(attempts).await {
         match attempt? {
             KeyOutcome::Granted(guard) => guards.push(guard),
+            KeyOutcome::Retried(guard) => {
+                guards.push(guard);
+                retried = Some(index);
+            }
             KeyOutcome::Busy => _ = busy.get_or_insert(index),
             KeyOutcome::Withheld => has_withheld = true,
         }
+    }
+    if has_withheld {
+        // The key that was busy may have been granted to the retry.
+        busy = busy.or(retried);
     }
     if has_withheld && busy.is_none() {
         let key = local_locks.iter().map(|it| it.key().as_str()).collect::<Vec<_>>().join(", ");
@@ -228,6 +239,8 @@ async fn admit(
 /// The outcome for one key of an attempt for several keys.
 enum KeyOutcome {
     Granted(LockGuard),
+    /// The attempt for all keys was abandoned, and then this key was acquired alone.
+    Retried(LockGuard),
     Busy,
     /// The store granted nothing, because another key was busy.
     Withheld,

@@ -44,11 +44,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // ANCHOR: fence
     // A seller pauses for longer than its lease: a stopped process cannot notice the loss.
     let options = LockOptions::new().lease(Duration::from_millis(300)).auto_renew(false);
-    let paused = registry.obtain("price").lock_with(options).await?.fencing_token();
+    let paused = registry.obtain("price").lock_with(options).await?;
     let next = registry.obtain("price").lock().await?; // after the end of that lease
     let prices = FencedWrites::open(RedisConfig::from_url(&url)?).await?;
     prices.set(next.fencing_token(), "price", "17.50").await?;
-    if let Fenced::Stale { .. } = prices.set(paused, "price", "3.00").await? {
+    if let Fenced::Stale { .. } = prices.set(paused.fencing_token(), "price", "3.00").await? {
         println!("the late price was refused");
     }
     // ANCHOR_END: fence
