@@ -139,7 +139,7 @@ impl Function {
             None => quote!(#root::modes::ClaimMode::Exclusive),
         };
         let base = match &options.base {
-            Some(base) => base.to_token_stream(),
+            Some(base) => quote!((#base)),
             None => quote!(#root::LockOptions::new()),
         };
         let (names, times): (Vec<_>, Vec<_>) = options.times.iter().cloned().unzip();

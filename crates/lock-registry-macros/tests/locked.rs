@@ -340,20 +340,25 @@ async fn the_options_of_the_lock_are_those_of_the_attribute() {
     #[locked(
         key = "job",
         registry = locks,
-        options = LockOptions::new().label("nightly").wait(Duration::from_secs(5)),
+        options = *options,
         lease = "90s",
         max_hold = "2m",
         min_hold = Duration::from_millis(1),
         wait = "1s",
     )]
-    async fn job(locks: &Registry, reached: &Notify) -> Result<(), LockError> {
+    async fn job(
+        locks: &Registry,
+        options: Box<LockOptions>,
+        reached: &Notify,
+    ) -> Result<(), LockError> {
         reached.notify_one();
         std::future::pending().await
     }
     let (registry, reached) = (Registry::in_memory().unwrap(), Notify::new());
+    let options = Box::new(LockOptions::new().label("nightly").wait(Duration::from_secs(5)));
     tokio::select! {
         biased;
-        _ = job(&registry, &reached) => unreachable!("the body never ends"),
+        _ = job(&registry, options, &reached) => unreachable!("the body never ends"),
         () = reached.notified() => {
             let holders = registry.obtain("job").holders().await.unwrap();
             assert_eq!(holders[0].label.as_deref(), Some("nightly"));

@@ -40,7 +40,6 @@ fn respond(error: LockServiceError<Infallible>) -> Response<Body> {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let locks: Arc<dyn LockRegistry> = Arc::new(lock_registry::connect("memory:").await?);
     let layer = LockLayer::new(locks.clone(), key_of).http().respond(respond);
-    // In a server: `Server::builder().layer(layer).add_service(..)`.
     let service = layer.layer(service_fn(async |request: Request<Body>| {
         let mut server = tonic::server::Grpc::new(ProstCodec::<String, u64>::default());
         Ok::<_, Infallible>(server.unary(Ship, request).await)
