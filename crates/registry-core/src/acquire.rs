@@ -25,9 +25,11 @@ use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::stall_detector::Suspension;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
+///
+/// `current_mode` returns the mode, which may change while the caller waits for the local permit.
 pub(crate) async fn acquire(
     local_lock: &Arc<LocalLock>,
-    mode: ClaimMode,
+    current_mode: impl Fn() -> ClaimMode,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
     // Yields when the task's coop budget is used up: a store that responds without waiting must not
@@ -36,9 +38,6 @@ pub(crate) async fn acquire(
     let engine = local_lock.engine();
     engine.check_open()?;
     engine.backend.check_key(local_lock.key())?;
-    engine.require_mode(mode)?;
-    let own_options = engine.claim_options(options, mode)?;
-    let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
     let owner = options.owner.clone().or_else(Owner::current);
     let started_at = match options.wait {
         Some(_) => Moment::now(),
@@ -49,8 +48,13 @@ pub(crate) async fn acquire(
     // One deadline for the local queue and the store together.
     let deadline = options.limited_wait().map(|wait| started_at.after(wait));
 
-    // Repeats only if this caller was not polled for the time of a lease.
+    // Repeats only if this caller was not polled for the time of a lease, or if the mode changed.
     loop {
+        let mode = current_mode();
+        engine.require_mode(mode)?;
+        let own_options = engine.claim_options(options, mode)?;
+        let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
+
         // 1. The local permit, among the callers of this process.
         let admitted = admit(local_lock, owner.as_ref(), claim_options, deadline).await?;
         let permit = match admitted {
@@ -61,6 +65,11 @@ pub(crate) async fn acquire(
                 return Ok(None);
             }
         };
+        if current_mode() != mode {
+            // The semaphore was resized. A permit of the old number would make those of the new
+            // number fail.
+            continue;
+        }
 
         // 2. The claim in the store, among the processes. If the future is dropped, the claim is
         //    released.
@@ -138,7 +147,7 @@ pub(crate) async fn try_acquire_all(
             match attempt.await {
                 // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
-                    let retried = Box::pin(acquire(local_locks[index], mode, options)).await;
+                    let retried = Box::pin(acquire(local_locks[index], || mode, options)).await;
                     (
                         index,
                         retried.map(|guard| guard.map_or(KeyOutcome::Busy, KeyOutcome::Retried)),
@@ -564,21 +573,8 @@ impl Acquisition<'_> {
             error: &error,
         });
         self.local_lock.record_store_error(&error);
-        let now = Moment::now();
-        let since = *failures.since.get_or_insert(now);
-        // Without a deadline, store errors are retried for the length of a lease. By then a
-        // failover is over, or it is an outage that the caller must learn of.
-        let limit = self.deadline.unwrap_or_else(|| since.after(self.claim_options.lease.length));
-        if !error.is_retryable() || now >= limit {
-            return Err(store_error("acquire", key.as_str(), error));
-        }
-        let retry_at = now.after(backoff(failures.count)).min(limit);
-        failures.count += 1;
-        tokio::select! {
-            biased;
-            () = engine.closing.wait() => Err(LockError::Closed),
-            () = engine.sleep_until(retry_at) => Ok(()),
-        }
+        let error = store_error("acquire", key.as_str(), error);
+        failures.pause(engine, error, self.deadline, self.claim_options.lease.length).await
     }
 
     fn deadline_passed(&self, now: Moment) -> bool {
@@ -648,9 +644,36 @@ fn unexpected_gone() -> BackendError {
 
 /// Consecutive store errors.
 #[derive(Debug, Default)]
-struct Failures {
+pub(crate) struct Failures {
     since: Option<Moment>,
     count: u32,
+}
+
+impl Failures {
+    /// Waits before the next attempt after `error`, or returns the error.
+    pub(crate) async fn pause(
+        &mut self,
+        engine: &Engine,
+        error: LockError,
+        deadline: Option<Moment>,
+        lease: Duration,
+    ) -> Result<(), LockError> {
+        let now = Moment::now();
+        let since = *self.since.get_or_insert(now);
+        // Without a deadline, store errors are retried for the length of a lease. By then a
+        // failover is over, or it is an outage that the caller must learn of.
+        let limit = deadline.unwrap_or_else(|| since.after(lease));
+        if !error.is_retryable() || now >= limit {
+            return Err(error);
+        }
+        let retry_at = now.after(backoff(self.count)).min(limit);
+        self.count += 1;
+        tokio::select! {
+            biased;
+            () = engine.closing.wait() => Err(LockError::Closed),
+            () = engine.sleep_until(retry_at) => Ok(()),
+        }
+    }
 }
 
 /// The first attempt of [`Acquisition::retry`].

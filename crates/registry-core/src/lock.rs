@@ -339,6 +339,15 @@ impl DistributedLock {
         mode: ClaimMode,
         options: LockOptions,
     ) -> Result<LockGuard, LockError> {
+        self.acquire_in(|| mode, options).await
+    }
+
+    /// As [`acquire`](Self::acquire), in a mode that may change while the caller waits.
+    pub(crate) async fn acquire_in(
+        &self,
+        mode: impl Fn() -> ClaimMode,
+        options: LockOptions,
+    ) -> Result<LockGuard, LockError> {
         match (acquire(self.local_lock()?, mode, &options).await?, options.wait) {
             (Some(guard), _) => Ok(guard),
             (None, Some(wait)) => Err(LockError::WaitElapsed { key: self.key().into(), wait }),
@@ -361,6 +370,15 @@ impl DistributedLock {
     pub async fn try_acquire(
         &self,
         mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<Option<LockGuard>, LockError> {
+        self.try_acquire_in(|| mode, options).await
+    }
+
+    /// As [`try_acquire`](Self::try_acquire), in a mode that may change while the caller waits.
+    pub(crate) async fn try_acquire_in(
+        &self,
+        mode: impl Fn() -> ClaimMode,
         mut options: LockOptions,
     ) -> Result<Option<LockGuard>, LockError> {
         options.wait.get_or_insert(Duration::ZERO);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{join_all, select_all};
 
-use crate::acquire::try_acquire_all;
+use crate::acquire::{Failures, try_acquire_all};
 use crate::clock::{Moment, sleep};
 use crate::engine::backoff;
 use crate::error::{InvalidOption, LockError, LostReason};
@@ -26,7 +26,8 @@ const PAUSE_DOUBLINGS_MAX: u32 = 2;
 ///
 /// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
 /// busy, it releases the others, waits for the busy key, and tries again. Callers that use the keys
-/// in any order therefore cannot deadlock. Each key is the same lock that
+/// in any order therefore cannot deadlock. But it waits without limit while two of the keys are
+/// never free at the same time. Each key is the same lock that
 /// [`obtain`](crate::LockRegistry::obtain) returns.
 #[derive(Clone)]
 pub struct MultiLock {
@@ -146,7 +147,9 @@ impl MultiLock {
         let Some(first) = self.locks.first() else {
             return Err(InvalidOption::no_keys().into());
         };
-        first.local_lock()?.engine().claim_options(options, ClaimMode::Exclusive)?;
+        let engine = first.local_lock()?.engine();
+        let own_options = engine.claim_options(options, ClaimMode::Exclusive)?;
+        let lease = own_options.as_ref().unwrap_or(&engine.default_options).lease.length;
         // A failed round releases its keys at once. The `min_hold` begins with the guard.
         let min_hold = options.min_hold;
         let options = &LockOptions { min_hold: None, ..options.clone() };
@@ -154,10 +157,19 @@ impl MultiLock {
         // The guard of the key that the previous round waited for.
         let mut waited_for: Vec<LockGuard> = Vec::new();
         let mut rounds = 0;
+        let mut failures = Failures::default();
         // Ends when all keys are held, at the deadline, or with an error.
         loop {
             let mut guards = std::mem::take(&mut waited_for);
-            let busy = self.try_others(options, &mut guards).await?;
+            let busy = match self.try_others(options, &mut guards).await {
+                Ok(busy) => busy,
+                Err(error) => {
+                    drop(guards);
+                    failures.pause(engine, error, deadline, lease).await?;
+                    continue;
+                }
+            };
+            failures = Failures::default();
             // A key may be lost while the others are acquired.
             let is_lost = |lock: &&DistributedLock| {
                 guards.iter().any(|it| it.key() == lock.key() && !it.is_held())

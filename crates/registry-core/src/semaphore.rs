@@ -101,7 +101,7 @@ impl Semaphore {
         take: u32,
         options: LockOptions,
     ) -> Result<LockGuard, LockError> {
-        self.lock.acquire(self.mode(take), options).await
+        self.lock.acquire_in(|| self.mode(take), options).await
     }
 
     /// Takes one unit if one is free. Returns `Ok(None)` otherwise.
@@ -163,7 +163,7 @@ impl Semaphore {
         take: u32,
         options: LockOptions,
     ) -> Result<Option<LockGuard>, LockError> {
-        self.lock.try_acquire(self.mode(take), options).await
+        self.lock.try_acquire_in(|| self.mode(take), options).await
     }
 
     /// Changes the number of units of this semaphore and its clones. First acquires the exclusive

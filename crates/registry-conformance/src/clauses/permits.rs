@@ -593,7 +593,7 @@ pub async fn a_dropped_caller_or_guard_returns_its_units(context: &TestContext) 
 }
 
 /// `resize` waits until no permit is held, and blocks new ones meanwhile. Afterwards the semaphore
-/// and its clones have the new number of units.
+/// and its clones have the new number of units. This includes callers that waited for it.
 pub async fn a_semaphore_is_resized_when_no_permit_is_held(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let ours = semaphore(&local, 2);
@@ -619,6 +619,36 @@ pub async fn a_semaphore_is_resized_when_no_permit_is_held(context: &TestContext
     assert_eq!(ours.units(), 4);
     let all = ours.try_acquire_many(4).await.expect("the store answers");
     unlock(all.expect("four units are free")).await;
+    assert_waiting_callers_are_resized(context).await;
+}
+
+async fn assert_waiting_callers_are_resized(context: &TestContext) {
+    let registry = context.registry().await;
+    let ours = semaphore(&registry, 1);
+    let held = ours.acquire().await.expect("a unit is free");
+    let mut waiting = Vec::new();
+    let resizing = ours.clone();
+    let mut resize = Box::pin(async move { resizing.resize(3).await });
+    // One poll puts each call into the queue of this process, in this order.
+    assert!(futures_util::poll!(&mut resize).is_pending());
+    for _ in 0..3 {
+        let clone = ours.clone();
+        let mut call = Box::pin(async move { clone.acquire().await });
+        assert!(futures_util::poll!(&mut call).is_pending());
+        waiting.push(tokio::spawn(call));
+    }
+    let resize = tokio::spawn(resize);
+    unlock(held).await;
+    let resized = timeout(context.max_wait(), resize).await.expect("no permit is held");
+    resized.expect("no panic").expect("the store answers");
+    for call in waiting {
+        let guard = timeout(context.max_wait(), call).await.expect("three units are free");
+        let guard = guard.expect("no panic").expect("a unit is free");
+        assert_eq!(guard.mode(), permit(1, 3));
+        unlock(guard).await;
+    }
+    let all = ours.try_acquire_many(3).await.expect("the store answers");
+    unlock(all.expect("three units are free")).await;
 }
 
 /// `holders` returns each permit with its units and label.

@@ -148,7 +148,8 @@ pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestCon
     freed(&*client, &successor).await;
 }
 
-/// `obtain_all` holds all keys or none, and waits for the busy one.
+/// `obtain_all` holds all keys or none, and waits for the busy one. A store error is retried for as
+/// long as that of one key.
 pub async fn a_lock_of_several_keys_waits_for_the_busy_one(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = remote.obtain(KEYS[1]).lock().await.expect("the key is free");
@@ -163,6 +164,30 @@ pub async fn a_lock_of_several_keys_waits_for_the_busy_one(context: &TestContext
     guard.unlock().await.expect("held locks are unlocked");
     for name in KEYS {
         context.assert_becomes_free(&remote, name).await;
+    }
+    assert_failed_attempts_are_repeated(context).await;
+}
+
+async fn assert_failed_attempts_are_repeated(context: &TestContext) {
+    for fault in [Fault::LoseReply, Fault::Refuse] {
+        let fails_once = || Faults::none().at(Operation::Acquire, 1, fault);
+        let faulty = context.faulty(fails_once()).await;
+        let (local, remote) =
+            (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+        let all = local.obtain_all(KEYS);
+        let guard = all.lock().await.expect("the attempt is repeated");
+        assert!(guard.is_held());
+        guard.unlock().await.expect("held locks are unlocked");
+        faulty.apply(fails_once());
+        let guard = all.try_lock_for(context.max_wait()).await.expect("the attempt is repeated");
+        guard.expect("the keys are free").unlock().await.expect("held locks are unlocked");
+        faulty.apply(fails_once());
+        let error = all.try_lock().await.expect_err("a single attempt is not repeated");
+        assert!(error.is_retryable(), "{error}");
+        for name in KEYS {
+            context.assert_becomes_free(&remote, name).await;
+        }
+        local.idle().await;
     }
 }
 
