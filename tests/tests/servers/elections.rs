@@ -10,8 +10,8 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use std::{env, io, process, thread};
 
-use lock_registry::LockRegistryExt as _;
 use lock_registry::election::{Election, Term};
+use lock_registry::{LockRegistryExt as _, Registry};
 use registry_testkit::holder::{child_process, run_child_process};
 use registry_testkit::process::HelperProcess;
 use tokio::task::{JoinSet, yield_now};
@@ -24,9 +24,9 @@ use crate::stores::{Store, on_each_store};
 const LONG: Duration = Duration::from_secs(120);
 const LEASE: Duration = Duration::from_secs(2);
 const PROCESSES: usize = 4;
-const ROLES: usize = 24;
+const ROLES: usize = 48;
 /// The pause between two steps of a leader's work.
-const STEP: Duration = Duration::from_millis(50);
+const STEP: Duration = Duration::from_millis(100);
 
 /// Passes the address of the resource to another process.
 const RESOURCE: &str = "ELECTION_RESOURCE";
@@ -46,7 +46,7 @@ on_each_store! {
 fn a_process_with_candidates() {
     run_child_process(async |url| {
         let resource: SocketAddr = env::var(RESOURCE).unwrap().parse().unwrap();
-        let registry = lock_registry::connect(&url).await.unwrap();
+        let registry = connect(&url).await;
         let elections: BTreeMap<_, _> =
             (0..ROLES).map(role).map(|role| (role.clone(), registry.election(&role))).collect();
         step_down_on_request(elections.clone());
@@ -58,6 +58,17 @@ fn a_process_with_candidates() {
         }
         candidates.join_all().await;
     });
+}
+
+/// Connects once the server, which may be starting, responds.
+async fn connect(url: &str) -> Registry {
+    loop {
+        match lock_registry::connect(url).await {
+            Ok(registry) => return registry,
+            Err(error) => eprintln!("{error}"),
+        }
+        sleep(STEP).await;
+    }
 }
 
 fn role(number: usize) -> String {
@@ -140,6 +151,14 @@ impl Processes {
     }
 }
 
+async fn wait_for_all_leaders(resource: &Resource) {
+    for number in 0..ROLES {
+        let leader = resource.wait_for_work(&role(number), LONG).await;
+        resource.assert_no_violation();
+        assert!(leader.is_some(), "{} has no leader", role(number));
+    }
+}
+
 async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
     let begin = Instant::now();
     let resource = Resource::start(LEASE).await;
@@ -147,8 +166,8 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
     resource.wait_until_begun(ROLES, LONG).await;
     let (mut kills, mut pauses, mut restarts, mut step_downs) = (0, 0, 0, 0);
     for round in 0.. {
-        let begun = resource.begun();
-        if begun >= ROLES + changes() {
+        wait_for_all_leaders(&resource).await;
+        if resource.begun() >= ROLES + changes() {
             break;
         }
         match round % 6 {
@@ -161,6 +180,7 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
             3 => {
                 let paused = &processes.processes[processes.choose()];
                 paused.pause().await.unwrap();
+                // About half of the pauses end when others have become leaders.
                 sleep(LEASE.mul_f64(0.8 + fastrand::f64())).await;
                 paused.resume().unwrap();
                 pauses += 1;
@@ -170,6 +190,7 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
                 restarts += 1;
             }
             _ => {
+                let begun = resource.begun();
                 for number in fastrand::choose_multiple(0..ROLES, ROLES / 4) {
                     let role = role(number);
                     let leader = resource.process(&role);
@@ -178,12 +199,6 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
                 resource.wait_until_begun(begun + 1, LONG).await;
             }
         }
-        resource.assert_no_violation();
-    }
-    // Each role has a leader again.
-    for number in 0..ROLES {
-        let leader = resource.wait_for_work(&role(number), LONG).await;
-        assert!(leader.is_some(), "{} has no leader", role(number));
     }
     resource.assert_no_violation();
     println!(
