@@ -7,12 +7,14 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{env, io, process, thread};
 
 use lock_registry::election::{Election, Term};
-use lock_registry::{LockRegistryExt as _, Registry};
-use registry_testkit::holder::{child_process, run_child_process};
+use lock_registry::{LockRegistryExt as _, Registry, RegistryConfig};
+use registry_testkit::eventually;
+use registry_testkit::holder::{BusyPrinter, child_process, run_child_process};
 use registry_testkit::process::HelperProcess;
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
@@ -39,6 +41,8 @@ fn changes() -> usize {
 on_each_store! {
     no_two_terms_are_valid_at_once_under_forced_changes:
         no_two_terms_are_valid_at_once_under_forced_changes();
+    a_candidate_that_was_paused_beyond_its_session_campaigns_on:
+        a_candidate_that_was_paused_beyond_its_session_campaigns_on();
 }
 
 #[test]
@@ -63,7 +67,8 @@ fn a_process_with_candidates() {
 /// Connects once the server, which may be starting, responds.
 async fn connect(url: &str) -> Registry {
     loop {
-        match lock_registry::connect(url).await {
+        let config = RegistryConfig::from_url(url).unwrap().observer(Arc::new(BusyPrinter));
+        match config.connect().await {
             Ok(registry) => return registry,
             Err(error) => eprintln!("{error}"),
         }
@@ -125,9 +130,9 @@ struct Processes {
 }
 
 impl Processes {
-    fn start(store: &Store, resource: SocketAddr) -> Self {
+    fn start(store: &Store, resource: SocketAddr, number: usize) -> Self {
         let mut all = Self { url: store.url(LEASE), resource, processes: Vec::new() };
-        all.processes = (0..PROCESSES).map(|_| all.spawn()).collect();
+        all.processes = (0..number).map(|_| all.spawn()).collect();
         all
     }
 
@@ -162,7 +167,7 @@ async fn wait_for_all_leaders(resource: &Resource) {
 async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
     let begin = Instant::now();
     let resource = Resource::start(LEASE).await;
-    let mut processes = Processes::start(&store, resource.address);
+    let mut processes = Processes::start(&store, resource.address, PROCESSES);
     resource.wait_until_begun(ROLES, LONG).await;
     let (mut kills, mut pauses, mut restarts, mut step_downs) = (0, 0, 0, 0);
     for round in 0.. {
@@ -209,4 +214,29 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
         begin.elapsed(),
         resource.refused(),
     );
+}
+
+/// The sessions and leases of the waiting candidates end during the pause.
+async fn a_candidate_that_was_paused_beyond_its_session_campaigns_on(store: Store) {
+    let resource = Resource::start(LEASE).await;
+    let leaders = Processes::start(&store, resource.address, 1);
+    wait_for_all_leaders(&resource).await;
+    let candidates = Processes::start(&store, resource.address, 1);
+    let candidate = &candidates.processes[0];
+    let notices: Vec<_> =
+        (0..ROLES).map(|number| format!("{{\"busy_key\":\"{}\"}}", role(number))).collect();
+    eventually(LONG, async || {
+        let lines = candidate.lines();
+        notices.iter().all(|notice| lines.iter().any(|line| **line == **notice))
+    })
+    .await;
+    candidate.pause().await.unwrap();
+    sleep(LEASE * 2).await;
+    candidate.resume().unwrap();
+    leaders.processes[0].kill().unwrap();
+    eventually(LONG, async || {
+        (0..ROLES).all(|number| resource.process(&role(number)) == Some(candidate.id()))
+    })
+    .await;
+    resource.assert_no_violation();
 }
