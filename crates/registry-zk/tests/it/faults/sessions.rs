@@ -102,8 +102,7 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     let lock = client.obtain("k");
     let waiter_task =
         tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
-    eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0)
-        .await;
+    eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0).await;
     let session = backend.session_id().unwrap();
     server.end_session(session).await.unwrap();
     // Queued again, in another session.
