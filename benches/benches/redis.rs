@@ -1,14 +1,21 @@
-//! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs.
+//! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs,
+//! and the cost of a tick that is done and of a step-down.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use redis::Script;
 use redis::aio::MultiplexedConnection;
-use registry_core::Registry;
+use registry_core::election::Term;
+use registry_core::once::Outcome;
+use registry_core::{LockOptions, LockRegistryExt as _, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
+
+const ROUNDS: usize = 200;
+/// Long enough for a waiter, and for a candidate that has stepped down, to enqueue.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// The functions that the store puts before each script.
 const FUNCTIONS: [&str; 3] = [
@@ -64,8 +71,81 @@ fn main() {
         };
         let group = "64 uncontended pairs at once on Redis";
         lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
+
+        // One read of the store, in units of the simplest command.
+        let job = registry.once("report").tick(1);
+        _ = job.run(async |_| ()).await.unwrap();
+        let reference = || async {
+            let value: Option<String> =
+                redis::cmd("GET").arg("none").query_async(&mut connection.clone()).await.unwrap();
+            assert_eq!(value, None);
+        };
+        let is_done = || async {
+            let outcome = job.run(async |_| ()).await.unwrap();
+            assert!(matches!(outcome, Outcome::AlreadyDone { .. }));
+        };
+        let group = "a tick that is done on Redis";
+        lock_registry_benches::compare(group, reference, "once", is_done).await;
+
+        let backend =
+            RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
+        let other = Registry::builder(Arc::new(backend)).build().unwrap();
+        step_downs([&registry, &other]).await;
         _ = registry.close(Duration::from_secs(1)).await;
+        _ = other.close(Duration::from_secs(1)).await;
     });
+}
+
+/// From the call of a step-down to the first step of the next leader, in units of the hand-over of a
+/// fair lock.
+async fn step_downs(registries: [&Registry; 2]) {
+    let mut hand_overs = Vec::new();
+    for round in 0..ROUNDS {
+        let [releasing, acquiring] = [round, round + 1].map(|n| registries[n % 2].obtain("handed"));
+        let fair = || LockOptions::new().fair(true);
+        let guard = releasing.lock_with(fair()).await.unwrap();
+        let waiting = tokio::spawn(async move {
+            let guard = acquiring.lock_with(fair()).await.unwrap();
+            (Instant::now(), guard)
+        });
+        tokio::time::sleep(PAUSE).await;
+        let started = Instant::now();
+        guard.unlock().await.unwrap();
+        let (ended, guard) = waiting.await.unwrap();
+        hand_overs.push(ended - started);
+        guard.unlock().await.unwrap();
+    }
+
+    let (led, mut leads) = tokio::sync::mpsc::unbounded_channel();
+    let elections = registries.map(|registry| registry.election("role"));
+    for (number, election) in elections.clone().into_iter().enumerate() {
+        let led = led.clone();
+        tokio::spawn(async move {
+            let work = async |term: Term| {
+                led.send((number, Instant::now())).unwrap();
+                term.stopping().await;
+            };
+            election.run(work).await.unwrap();
+        });
+    }
+    let mut step_downs = Vec::new();
+    let (mut leader, _) = leads.recv().await.unwrap();
+    for _ in 0..ROUNDS {
+        tokio::time::sleep(PAUSE).await;
+        let started = Instant::now();
+        assert!(elections[leader].step_down());
+        let (next, begun) = leads.recv().await.unwrap();
+        step_downs.push(begun - started);
+        leader = next;
+    }
+    let [hand_over, step_down] = [hand_overs, step_downs].map(|mut times| {
+        times.sort();
+        times[times.len() / 2]
+    });
+    let times = step_down.as_secs_f64() / hand_over.as_secs_f64();
+    println!(
+        "\nstep-down on Redis: {step_down:?}, a hand-over {hand_over:?}: {times:.2} hand-overs"
+    );
 }
 
 /// Opens a connection of the same kind as the store's.

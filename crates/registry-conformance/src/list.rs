@@ -391,6 +391,9 @@ macro_rules! __for_all_clauses {
                 a_candidate_leads_after_a_dead_leader [values],
                 a_failed_campaign_is_retried_and_leaves_no_record [values],
                 a_failed_release_does_not_keep_the_role [values],
+                a_candidate_with_a_higher_priority_is_preferred [values inspect shared labels],
+                a_preferred_candidate_that_does_not_lead_keeps_no_role
+                    [values inspect shared labels],
                 an_election_ends_when_its_registry_is_closed [values],
                 a_campaign_may_be_dropped_at_every_poll [values],
             }

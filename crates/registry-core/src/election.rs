@@ -5,6 +5,7 @@
 //! steps down in this order: it signals the work, waits for its end, writes that the role is
 //! vacant, releases the lock, and only then reports [`Leadership::Follower`].
 
+use std::convert::Infallible;
 use std::fmt;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,6 +33,10 @@ use crate::value::LockValue;
 #[derive(Clone)]
 pub struct Election {
     lock: DistributedLock,
+    /// Candidates with a priority hold this lock in shared mode while they campaign. The label is
+    /// the priority.
+    candidates: DistributedLock,
+    priority: Option<u32>,
     options: LockOptions,
     data: Arc<[u8]>,
     candidate: Arc<Candidate>,
@@ -75,7 +80,7 @@ impl Election {
     /// The maximum length of the [data](Self::data) of a candidate, in bytes.
     pub const DATA_BYTES_MAX: usize = 1_024;
 
-    pub(crate) fn new(lock: DistributedLock) -> Self {
+    pub(crate) fn new(lock: DistributedLock, candidates: DistributedLock) -> Self {
         // Without a fair lock, a candidate that has stepped down could become leader again while
         // another one waits.
         let engine = lock.local_lock().map(|local_lock| local_lock.engine());
@@ -83,6 +88,8 @@ impl Election {
         let options = if is_fair { LockOptions::new().fair(true) } else { LockOptions::new() };
         Self {
             lock,
+            candidates,
+            priority: None,
             options,
             data: Arc::default(),
             candidate: Arc::new(Candidate {
@@ -112,6 +119,22 @@ impl Election {
     #[must_use]
     pub fn data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.data = data.into().into();
+        self
+    }
+
+    /// Sets the priority of this candidate. When the role becomes vacant, candidates with a priority
+    /// leave it to a waiting candidate whose priority is higher.
+    ///
+    /// A preference, not a guarantee. A candidate leaves the role to others for at most the length
+    /// of a lease; then it leads. A leader does not step down for a candidate with a higher
+    /// priority. Candidates without a priority do not compare it, and candidates of one registry
+    /// have the priority of the first of them. The store must have
+    /// [shared locks](crate::Capabilities::shared), [labels](crate::Capabilities::labels) and
+    /// [holders](crate::Capabilities::inspect). While it campaigns, a candidate holds the shared
+    /// lock of the key `ROLE/candidates`.
+    #[must_use]
+    pub fn priority(mut self, priority: u32) -> Self {
+        self.priority = Some(priority);
         self
     }
 
@@ -283,7 +306,10 @@ impl Election {
         }
         // Before the wait for the lock, and again under it.
         self.record(self.lock.read_value().await?.value.as_ref())?;
-        let guard = self.lock.lock_with(self.options.clone()).await?;
+        let guard = match self.priority {
+            Some(priority) => self.lock_by_priority(priority).await?,
+            None => self.lock.lock_with(self.options.clone()).await?,
+        };
         let read = guard.read_value().await?;
         self.record(read.value.as_ref())?;
         let now = read.now.unwrap_or_else(host_time);
@@ -292,6 +318,68 @@ impl Election {
         let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
         guard.set_value_while_held(record.to_bytes()).await?;
         Ok((guard, Vacancy { now, read_at }))
+    }
+
+    /// Acquires the lock of the role. Meanwhile, other candidates see the priority of this one.
+    async fn lock_by_priority(&self, priority: u32) -> Result<LockGuard, LockError> {
+        let engine = self.candidates.local_lock()?.engine();
+        engine.require_mode(ClaimMode::Shared)?;
+        engine.require_inspect()?;
+        if !engine.capabilities.labels {
+            let store = engine.capabilities.store;
+            return Err(LockError::Unsupported { capability: "labels", store });
+        }
+        tokio::select! {
+            biased;
+            never = self.announce(priority) => match never {},
+            guard = self.lock_unless_outranked(priority) => guard,
+        }
+    }
+
+    /// Holds the shared lock of the candidates until the future is dropped. Without the lock, the
+    /// candidate campaigns nevertheless, so errors are only retried.
+    async fn announce(&self, priority: u32) -> Infallible {
+        let mut options = LockOptions::new().label(priority.to_string());
+        options.lease = self.options.lease;
+        let mut failures = 0;
+        loop {
+            match self.candidates.acquire(ClaimMode::Shared, options.clone()).await {
+                Ok(guard) => {
+                    guard.lost().await;
+                    failures = 0;
+                }
+                Err(_) => failures += 1,
+            }
+            sleep(backoff(failures)).await;
+        }
+    }
+
+    /// Acquires the lock of the role, and releases it again while a candidate with a higher priority
+    /// campaigns. For at most the length of a lease: that candidate may be unable to lead.
+    async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
+        let (mut deadline, mut attempt) = (None, 0);
+        loop {
+            let guard = self.lock.lock_with(self.options.clone()).await?;
+            let now = Moment::now();
+            let lease = guard.hold().grant().lease_length();
+            if *deadline.get_or_insert(now.after(lease)) <= now
+                || !self.is_outranked(priority).await
+            {
+                return Ok(guard);
+            }
+            // The background releaser repeats a failed release.
+            _ = guard.unlock().await;
+            sleep(backoff(attempt)).await;
+            attempt += 1;
+        }
+    }
+
+    /// Returns whether a candidate with a higher priority campaigns. Returns false after an error,
+    /// so that the role does not stay vacant.
+    async fn is_outranked(&self, priority: u32) -> bool {
+        let holders = self.candidates.holders().await.unwrap_or_default();
+        let priorities = holders.iter().filter_map(|holder| holder.label.as_deref()?.parse().ok());
+        priorities.max().is_some_and(|highest: u32| highest > priority)
     }
 
     /// Reads the record in the value block of the role.

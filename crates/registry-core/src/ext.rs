@@ -35,7 +35,7 @@ pub trait LockRegistryExt: LockRegistry {
     /// over all processes. No I/O. The name is the key of its lock and of its value block.
     #[must_use]
     fn election(&self, role: &str) -> Election {
-        Election::new(self.obtain(role))
+        Election::new(self.obtain(role), self.obtain(&format!("{role}/candidates")))
     }
 
     /// Acquires the lock of `key`, runs `work`, and releases the lock.

@@ -5,8 +5,11 @@
 //! and pass the claim to the next local caller.
 
 use std::fmt;
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::Notify;
@@ -270,13 +273,28 @@ impl ActiveGrant {
             if let Some(reason) = self.loss() {
                 return reason;
             }
-            let deadline = self.valid_until();
             tokio::select! {
                 biased;
                 () = &mut notification => {}
-                () = self.engine().sleep_until(deadline) => {}
+                () = self.validity_ended() => {}
             }
         }
+    }
+
+    /// Waits until the lease has run out, or has been extended after its current end.
+    ///
+    /// Reads the clock at each poll: after a pause of the process, tokio may poll a task before it
+    /// fires the task's timers.
+    pub(crate) async fn validity_ended(&self) {
+        let mut deadline = pin!(self.engine().sleep_until(self.valid_until()));
+        poll_fn(|cx| {
+            if Moment::now() < self.valid_until() {
+                deadline.as_mut().poll(cx)
+            } else {
+                Poll::Ready(())
+            }
+        })
+        .await;
     }
 
     pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {

@@ -623,14 +623,13 @@ impl Hold {
                         HoldState::Held => {
                             // The lease renewer notifies of a loss. The deadline covers the case
                             // that the renewer's runtime has shut down.
-                            let deadline = hold.grant().valid_until();
                             // The task that detects the loss calls this task's waker. A panic of
                             // the waker must not end that task.
                             with_panic_safe_waker(async {
                                 tokio::select! {
                                     biased;
                                     () = &mut notification => {}
-                                    () = hold.grant().engine().sleep_until(deadline) => {}
+                                    () = hold.grant().validity_ended() => {}
                                 }
                             })
                             .await;

@@ -2,6 +2,7 @@
 //! lost. A watcher that never resolves holds no resources.
 
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use registry_core::{LockError, LockOptions, LostReason, MemoryBackend, Registry};
@@ -76,4 +77,29 @@ async fn a_loss_after_a_hand_over_is_not_reported_to_the_first_holder() {
         result.is_err() && !pending_loss.is_finished(),
         "the first holder released before the loss"
     );
+}
+
+/// A runtime may poll a task before the task's timers, for example after the process was paused.
+#[tokio::test]
+async fn protected_work_does_not_continue_after_a_pause_beyond_its_lease() {
+    let registry = Registry::in_memory().unwrap();
+    let options = LockOptions::new().auto_renew(false).lease(Duration::from_millis(200));
+    let guard = Arc::new(registry.obtain("k").lock_with(options).await.unwrap());
+    let protected = tokio::spawn(async move {
+        let work = async {
+            while guard.is_held() {
+                // The runtime has one thread, so no timer fires.
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let mut is_first = true;
+            std::future::poll_fn(|cx| {
+                cx.waker().wake_by_ref();
+                if std::mem::take(&mut is_first) { Poll::Pending } else { Poll::Ready(()) }
+            })
+            .await;
+        };
+        guard.protect(work).await
+    });
+    let ended = protected.await.unwrap();
+    assert!(matches!(ended, Err(LockError::Lost { .. })), "the work has continued: {ended:?}");
 }

@@ -4,9 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
 
-use std::any::Any;
 use std::collections::BTreeMap;
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,18 +12,15 @@ use futures_util::future::join_all;
 use lock_registry::modes::ClaimMode;
 use lock_registry::{LockRegistryExt, LostReason, Registry, RegistryConfig};
 use registry_testkit::check::{check, check_modes};
-use registry_testkit::etcd::EtcdServer;
 use registry_testkit::eventually;
 use registry_testkit::history::History;
 use registry_testkit::holder::{
     BusyPrinter, CompetedLocks, Competition, HolderRequest, LockHolder, PendingReply,
     run_child_process, serve,
 };
-use registry_testkit::mariadb::MariaDbServer;
-use registry_testkit::postgres::PostgresServer;
-use registry_testkit::redis::RedisServer;
-use registry_testkit::zookeeper::ZooKeeperServer;
 use tokio::time::Instant;
+
+use crate::stores::{Store, on_each_store};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = secs(120);
@@ -40,96 +35,25 @@ const fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// A store, as other processes reach it.
-struct Store {
-    url: String,
-    /// The option of the URL that sets the length of a lease.
-    lease_option: &'static str,
-    _server: Box<dyn Any + Send + Sync>,
+async fn process(store: &Store, lease: Duration) -> LockHolder {
+    LockHolder::spawn_test("modes::the_other_process", &store.url(lease)).await.unwrap()
 }
 
-impl Store {
-    fn url(&self, lease: Duration) -> String {
-        format!("{}?{}={}s", self.url, self.lease_option, lease.as_secs())
-    }
-
-    async fn process(&self, lease: Duration) -> LockHolder {
-        let test = "modes::the_other_process";
-        LockHolder::spawn_test(test, &self.url(lease)).await.unwrap()
-    }
-
-    async fn processes(&self, number: u32) -> Vec<LockHolder> {
-        join_all((0..number).map(|_| self.process(COMPETITION_LEASE))).await
-    }
-}
-
-/// The file of an SQLite store.
-struct SqliteFile(tempfile::TempDir);
-
-impl SqliteFile {
-    async fn start() -> io::Result<Self> {
-        tempfile::tempdir().map(Self)
-    }
-
-    fn url(&self) -> String {
-        format!("sqlite:{}", self.0.path().join("locks.db").display())
-    }
-}
-
-/// Runs each test on each store: its name, its server, its URL and the option for its lease.
-macro_rules! on_each_store {
-    ($($store:ident: $start:expr, $url:expr, $lease_option:literal;)*) => {$(
-        mod $store {
-            use super::*;
-
-            async fn store() -> Store {
-                let server = $start.await.unwrap();
-                let url = $url(&server);
-                Store { url, lease_option: $lease_option, _server: Box::new(server) }
-            }
-
-            #[tokio::test]
-            async fn a_killed_process_leaves_no_lock_and_no_place() {
-                super::a_killed_process_leaves_no_lock_and_no_place(&store().await).await;
-            }
-
-            #[tokio::test]
-            async fn a_paused_process_loses_its_locks_and_waits_on() {
-                super::a_paused_process_loses_its_locks_and_waits_on(&store().await).await;
-            }
-
-            #[tokio::test]
-            async fn no_reader_and_no_writer_starves() {
-                super::no_reader_and_no_writer_starves(&store().await, secs(3)).await;
-            }
-
-            #[tokio::test]
-            #[ignore = "takes a minute"]
-            async fn no_reader_and_no_writer_starves_for_a_minute() {
-                super::no_reader_and_no_writer_starves(&store().await, secs(60)).await;
-            }
-
-            #[tokio::test]
-            async fn several_keys_in_any_order_do_not_deadlock() {
-                super::several_keys_in_any_order_do_not_deadlock(&store().await, secs(2)).await;
-            }
-
-            #[tokio::test]
-            #[ignore = "takes two minutes"]
-            async fn several_keys_in_any_order_do_not_deadlock_for_a_minute() {
-                super::several_keys_in_any_order_do_not_deadlock(&store().await, secs(60)).await;
-            }
-        }
-    )*};
+async fn processes(store: &Store, number: u32) -> Vec<LockHolder> {
+    join_all((0..number).map(|_| process(store, COMPETITION_LEASE))).await
 }
 
 on_each_store! {
-    sqlite: SqliteFile::start(), |file: &SqliteFile| file.url(), "lease";
-    postgres: PostgresServer::start(), |server: &PostgresServer| server.url(), "lease";
-    mariadb: MariaDbServer::start(), |server: &MariaDbServer| server.url(), "lease";
-    redis: RedisServer::start(&[]), |server: &RedisServer| server.url(), "lease";
-    etcd: EtcdServer::start(), |server: &EtcdServer| format!("etcd://{}", server.addr()), "lease";
-    zookeeper: ZooKeeperServer::start(), |server: &ZooKeeperServer| server.url(), "session";
+    a_killed_process_leaves_no_lock_and_no_place: a_killed_process_leaves_no_lock_and_no_place();
+    a_paused_process_loses_its_locks_and_waits_on: a_paused_process_loses_its_locks_and_waits_on();
+    no_reader_and_no_writer_starves: no_reader_and_no_writer_starves(super::secs(3));
+    #[ignore = "takes a minute"]
+    no_reader_and_no_writer_starves_for_a_minute: no_reader_and_no_writer_starves(super::secs(60));
+    several_keys_in_any_order_do_not_deadlock:
+        several_keys_in_any_order_do_not_deadlock(super::secs(2));
+    #[ignore = "takes two minutes"]
+    several_keys_in_any_order_do_not_deadlock_for_a_minute:
+        several_keys_in_any_order_do_not_deadlock(super::secs(60));
 }
 
 #[test]
@@ -184,9 +108,9 @@ struct Processes {
 
 impl Processes {
     async fn start(store: &Store) -> Self {
-        let mut victim = store.process(LEASE).await;
-        let mut first = store.process(LONG_LEASE).await;
-        let mut second = store.process(LONG_LEASE).await;
+        let mut victim = process(store, LEASE).await;
+        let mut first = process(store, LONG_LEASE).await;
+        let mut second = process(store, LONG_LEASE).await;
         let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
         for (key, mode) in [
             (WAITING_READER, ClaimMode::Exclusive),
@@ -297,8 +221,8 @@ async fn end(mut process: LockHolder) -> LockHolder {
     process
 }
 
-async fn a_killed_process_leaves_no_lock_and_no_place(store: &Store) {
-    let mut processes = Processes::start(store).await;
+async fn a_killed_process_leaves_no_lock_and_no_place(store: Store) {
+    let mut processes = Processes::start(&store).await;
     processes.victim.process().kill().unwrap();
     processes.replace_victim().await;
     processes.victim.process().wait_exit(LONG).await.unwrap();
@@ -306,8 +230,8 @@ async fn a_killed_process_leaves_no_lock_and_no_place(store: &Store) {
     check_end([victim, end(first).await, end(second).await], &registry).await;
 }
 
-async fn a_paused_process_loses_its_locks_and_waits_on(store: &Store) {
-    let mut processes = Processes::start(store).await;
+async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
+    let mut processes = Processes::start(&store).await;
     processes.victim.process().pause().await.unwrap();
     processes.replace_victim().await;
     processes.victim.process().resume().unwrap();
@@ -328,9 +252,9 @@ async fn a_paused_process_loses_its_locks_and_waits_on(store: &Store) {
 }
 
 /// Eight readers in each of four processes, and a writer in two of them.
-async fn no_reader_and_no_writer_starves(store: &Store, span: Duration) {
+async fn no_reader_and_no_writer_starves(store: Store, span: Duration) {
     const READERS: u32 = 8;
-    let mut processes = store.processes(4).await;
+    let mut processes = processes(&store, 4).await;
     let shares = compete(&mut processes, |process| {
         let competition = |first_client, tasks, mode| Competition {
             first_client: process * CLIENTS + first_client,
@@ -363,9 +287,9 @@ async fn no_reader_and_no_writer_starves(store: &Store, span: Duration) {
 }
 
 /// Eight processes take three of six keys.
-async fn several_keys_in_any_order_do_not_deadlock(store: &Store, span: Duration) {
+async fn several_keys_in_any_order_do_not_deadlock(store: Store, span: Duration) {
     let keys: Vec<String> = (0..6).map(|number| format!("accounts/{number}")).collect();
-    let mut processes = store.processes(8).await;
+    let mut processes = processes(&store, 8).await;
     let in_order = CompetedLocks::InOrder { keys: keys.clone(), take: 3 };
     let any_order = CompetedLocks::All { keys, take: 3 };
     let mut rates = Vec::new();

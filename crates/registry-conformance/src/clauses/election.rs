@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use registry_core::election::{Election, Leadership, Term};
-use registry_core::{Claim, FencingToken, LockError, LockRegistryExt as _, LostReason};
+use registry_core::{
+    Claim, ClaimMode, DistributedLock, FencingToken, LockError, LockRegistryExt as _, LostReason,
+};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -233,6 +235,55 @@ pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
     let options = registry_core::LockOptions::new().wait(context.max_wait());
     let lock = remote.obtain("role").lock_with(options).await.expect("the role is free");
     lock.unlock().await.expect("the lock is released");
+}
+
+/// Of two waiting candidates, the one with the higher priority leads next, also if it began to wait
+/// later.
+pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestContext) {
+    let elections = [context.registry().await, context.registry().await, context.registry().await]
+        .map(|registry| registry.election("role"));
+    let [leader, low, high] = elections;
+    let observer = context.registry().await.obtain("role/candidates");
+    let leading = start(&leader);
+    leads(context, &leader).await;
+    let mut candidates = Vec::new();
+    for (candidate, priority) in [(&low, 1), (&high, 2)] {
+        candidates.push(start(&candidate.clone().priority(priority)));
+        within(context, campaigns(&observer, priority)).await;
+    }
+    leading.abort();
+    let token = leads(context, &high).await;
+    // A leader does not announce its priority, so the other candidate leads after it.
+    candidates[1].abort();
+    let next = leads(context, &low).await;
+    assert!(next > token || !context.capabilities().fencing, "{next} after {token}");
+    candidates[0].abort();
+}
+
+/// A candidate with a lower priority leads nevertheless if the preferred one does not.
+pub async fn a_preferred_candidate_that_does_not_lead_keeps_no_role(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    // Announces a priority without a campaign, as a candidate does that has just died.
+    let options = registry_core::LockOptions::new().label("9");
+    let announced = remote.obtain("role/candidates").acquire(ClaimMode::Shared, options).await;
+    let announced = announced.expect("a free lock is acquired");
+    let election = local.election("role").priority(1).lease(context.renewed_lease());
+    let running = start(&election);
+    leads(context, &election).await;
+    assert!(announced.is_held());
+    running.abort();
+}
+
+/// Waits until a candidate with this priority campaigns.
+async fn campaigns(candidates: &DistributedLock, priority: u32) {
+    let label = priority.to_string();
+    loop {
+        let holders = candidates.holders().await.expect("the store answers");
+        if holders.iter().any(|holder| holder.label.as_deref() == Some(&label)) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 /// An election ends without an error when its registry is closed.

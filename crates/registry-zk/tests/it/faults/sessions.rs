@@ -1,10 +1,17 @@
 //! Sessions that end because an operator closes them or because they expire.
 
-use registry_core::{LockOptions, LostReason};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use registry_core::election::{Election, Leadership, Term};
+use registry_core::{FencingToken, LockOptions, LockRegistryExt as _, LostReason};
 use registry_testkit::history::Window;
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::{LONG, Workload, WorkloadOptions, suspend_a_holder};
 use registry_testkit::zookeeper::ZooKeeperServer;
-use registry_testkit::{cause_of_failed_acquire, within};
+use registry_testkit::{cause_of_failed_acquire, eventually, within};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use super::other_process;
 use super::support::{
@@ -95,12 +102,11 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     let lock = client.obtain("k");
     let waiter_task =
         tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
-    registry_testkit::eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0)
-        .await;
+    eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0).await;
     let session = backend.session_id().unwrap();
     server.end_session(session).await.unwrap();
     // Queued again, in another session.
-    registry_testkit::eventually(LONG, async || {
+    eventually(LONG, async || {
         let other = backend.session_id().filter(|other| *other != session)?;
         let nodes = server.send_command("dump").await.unwrap();
         let (_, after) = nodes.split_once(&format!("{other:#x}:"))?;
@@ -129,4 +135,55 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
     let outcome = workload.end(new_client, LONG, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other holder was suspended");
     outcome.with_paused_holders_of("paused").assert_guarantees();
+}
+
+/// The node of the old session may still exist when the former leader campaigns again, in the same
+/// session or in a new one.
+#[tokio::test]
+async fn a_former_leader_does_not_lead_through_the_node_of_a_dying_session() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let url = format!("zk://{}", proxy.addr());
+    let elections = [
+        registry(&url, SESSION).await.election("role"),
+        registry(&server.url(), LONG_SESSION).await.election("role"),
+    ];
+    let terms = Arc::<Mutex<Vec<FencingToken>>>::default();
+    let mut candidates = JoinSet::new();
+    for election in elections.clone() {
+        let terms = Arc::clone(&terms);
+        candidates.spawn(async move {
+            let work = async |term: Term| {
+                {
+                    let mut terms = terms.lock().unwrap();
+                    assert!(terms.last() < Some(&term.token()), "{terms:?}");
+                    terms.push(term.token());
+                }
+                term.stopping().await;
+            };
+            election.run(work).await.unwrap();
+        });
+    }
+    for pause in [Duration::ZERO, SESSION / 4, SESSION] {
+        let [disturbed, other] = elections.each_ref().map(Election::leadership);
+        let leads = |leadership: &watch::Receiver<Leadership>| *leadership.borrow();
+        // The other candidate then waits in the queue.
+        eventually(LONG, async || {
+            elections[1].step_down();
+            matches!(leads(&disturbed), Leadership::Leader(_))
+        })
+        .await;
+        proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
+        eventually(LONG, async || leads(&disturbed) == Leadership::Follower).await;
+        tokio::time::sleep(pause).await;
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        // The other candidate, or the disturbed one behind it if the other has stepped down.
+        eventually(LONG, async || {
+            let leaders = [leads(&disturbed), leads(&other)];
+            assert!(leaders.contains(&Leadership::Follower), "two leaders: {leaders:?}");
+            leaders.iter().any(|leads| matches!(leads, Leadership::Leader(_)))
+        })
+        .await;
+    }
+    assert!(candidates.try_join_next().is_none(), "no candidate has ended");
 }

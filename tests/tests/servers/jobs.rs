@@ -1,0 +1,262 @@
+//! Jobs of eight processes whose wall clocks differ by up to ten minutes. Processes are killed at
+//! random and started again.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::print_stdout, reason = "the tests print their measurements")]
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use std::{env, io, process, thread};
+
+use lock_registry::once::{CatchUp, DoneRecord, Outcome, Run, Tick};
+use lock_registry::{FencingToken, LockError, LockRegistryExt as _, Registry};
+use registry_testkit::clock::ClockShim;
+use registry_testkit::eventually;
+use registry_testkit::holder::{child_process, run_child_process};
+use registry_testkit::process::HelperProcess;
+use serde::{Deserialize, Serialize};
+use tokio::task::yield_now;
+use tokio::time::sleep;
+
+use crate::resource::{Resource, Step, Work, now};
+use crate::stores::{Store, on_each_store};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(120);
+const LEASE: Duration = Duration::from_secs(2);
+const PROCESSES: usize = 8;
+/// The maximum difference between the wall clocks of two processes.
+const WALL_SECS: i64 = 600;
+const PERIOD: Duration = Duration::from_millis(100);
+/// The maximum duration of the work.
+const WORK: Duration = Duration::from_millis(40);
+/// The keys of a job whose ticks are numbers, and of one whose ticks are periods.
+const NUMBERED: &str = "numbered";
+const PERIODIC: &str = "periodic";
+
+/// Passes a [`JobTask`] to another process.
+const TASK: &str = "JOB_TASK";
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct JobTask {
+    resource: SocketAddr,
+    ticks: u64,
+    catch_up: bool,
+}
+
+/// The number of ticks: more with `SIMULATION=long`.
+fn ticks() -> u64 {
+    if env::var("SIMULATION").is_ok() { 200 } else { 30 }
+}
+
+on_each_store! {
+    no_tick_runs_twice_or_is_lost_while_processes_are_killed:
+        no_tick_runs_twice_or_is_lost_while_processes_are_killed();
+}
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn a_process_with_jobs() {
+    run_child_process(async |url| {
+        let task: JobTask = serde_json::from_str(&env::var(TASK).unwrap()).unwrap();
+        exit_at_end_of_input();
+        let registry = lock_registry::connect(&url).await.unwrap();
+        tokio::join!(run_numbers(&registry, &task), run_periods(&registry, &task));
+    });
+}
+
+/// Ends this process with the test.
+fn exit_at_end_of_input() {
+    thread::spawn(|| {
+        io::stdin().lines().for_each(drop);
+        process::exit(0);
+    });
+}
+
+/// Runs the ticks in their order. Returns never.
+async fn run_numbers(registry: &Registry, task: &JobTask) {
+    let mut next = 1;
+    loop {
+        if next > task.ticks {
+            // Another process may be killed before it has recorded the last tick.
+            next = task.ticks;
+            sleep(PERIOD).await;
+        }
+        let mut ran = BTreeSet::new();
+        let job = registry.once(NUMBERED).tick(next);
+        let outcome = job.run(|run| work(task, NUMBERED, run, &mut ran)).await;
+        match report(task, NUMBERED, outcome, ran).await {
+            Some(done) => next = done + 1,
+            None => sleep(WORK / 4).await,
+        }
+    }
+}
+
+/// Runs the periods that are due. Returns never.
+async fn run_periods(registry: &Registry, task: &JobTask) {
+    let catch_up = if task.catch_up { CatchUp::All } else { CatchUp::Skip };
+    loop {
+        let mut ran = BTreeSet::new();
+        let job = registry.once(PERIODIC).every(PERIOD).catch_up(catch_up);
+        let outcome = job.run(|run| work(task, PERIODIC, run, &mut ran)).await;
+        report(task, PERIODIC, outcome, ran).await;
+        sleep(PERIOD / 4).await;
+    }
+}
+
+/// Writes to the resource at its begin and its end.
+fn work(
+    task: &JobTask,
+    key: &'static str,
+    run: Run,
+    ran: &mut BTreeSet<(u64, FencingToken)>,
+) -> impl Future<Output = ()> + use<> {
+    let (at, token, resource) = (now(), run.fencing_token(), task.resource);
+    let tick = run.tick().number();
+    ran.extend(tick.map(|tick| (tick, token)));
+    async move {
+        let mut work = Work::connect(resource, key, token).await;
+        let process = process::id();
+        let mut accepted = work.write(Step::Begin { at, process, tick }).await;
+        if accepted {
+            sleep(random_span(WORK)).await;
+            accepted = work.write(Step::End).await;
+        }
+        if !accepted {
+            // A later run has written, so this one has lost its lock.
+            yield_now().await;
+            work.write(Step::Violation("a refused run continues".into())).await;
+        }
+    }
+}
+
+fn random_span(max: Duration) -> Duration {
+    max.mul_f64(fastrand::f64())
+}
+
+/// Reports the recorded ticks, and returns the last completed one.
+async fn report(
+    task: &JobTask,
+    key: &str,
+    outcome: Result<Outcome<()>, LockError>,
+    ran: BTreeSet<(u64, FencingToken)>,
+) -> Option<u64> {
+    match outcome {
+        Ok(Outcome::Ran(())) => {
+            for (tick, token) in &ran {
+                Work::connect(task.resource, key, *token).await.write(Step::Recorded(*tick)).await;
+            }
+            ran.last().map(|(tick, _)| *tick)
+        }
+        Ok(Outcome::AlreadyDone { tick, .. }) => tick.number(),
+        Ok(_) => None,
+        Err(error) => {
+            // The test prints it if it fails.
+            eprintln!("{key}: {error}");
+            sleep(LEASE / 10).await;
+            None
+        }
+    }
+}
+
+/// The processes, each with a wall clock of its own.
+struct Processes {
+    url: String,
+    task: JobTask,
+    processes: Vec<(ClockShim, HelperProcess)>,
+}
+
+impl Processes {
+    fn start(store: &Store, task: JobTask) -> Self {
+        let mut all = Self { url: store.url(LEASE), task, processes: Vec::new() };
+        for number in 0..PROCESSES {
+            let clock = ClockShim::new().unwrap();
+            let (number, last) = (i64::try_from(number).unwrap(), PROCESSES as i64 - 1);
+            clock.jump_wall(WALL_SECS * number / last - WALL_SECS / 2).unwrap();
+            let process = all.spawn(&clock);
+            all.processes.push((clock, process));
+        }
+        all
+    }
+
+    fn spawn(&self, clock: &ClockShim) -> HelperProcess {
+        let mut command = child_process("jobs::a_process_with_jobs", &self.url).unwrap();
+        command.envs(clock.environment()).env(TASK, serde_json::to_string(&self.task).unwrap());
+        HelperProcess::spawn(command).unwrap()
+    }
+
+    /// Kills the process of this number and starts it again.
+    fn restart(&mut self, number: usize) {
+        let (clock, killed) = &self.processes[number];
+        assert!(!killed.has_exited(), "a process has ended: {}", killed.stderr());
+        killed.kill().unwrap();
+        let started = self.spawn(clock);
+        self.processes[number].1 = started;
+    }
+
+    fn number_of(&self, id: u32) -> Option<usize> {
+        self.processes.iter().position(|(_, process)| process.id() == id)
+    }
+}
+
+async fn no_tick_runs_twice_or_is_lost_while_processes_are_killed(store: Store) {
+    let begin = Instant::now();
+    let resource = Resource::start(LEASE).await;
+    let ticks = ticks();
+    // Without a common clock, a process that is ahead would make the others catch up.
+    let task = JobTask { resource: resource.address, ticks, catch_up: store.has_clock };
+    let mut processes = Processes::start(&store, task);
+    let (mut kills, mut kills_at_work) = (0, 0_u32);
+    // Without a common clock, the process that is ahead runs the periods. While it is down, the
+    // others find them done.
+    let periods_min = if store.has_clock { ticks } else { ticks / 6 };
+    let is_done = || {
+        let [ran, periods] = [NUMBERED, PERIODIC].map(|key| resource.finished(key).len() as u64);
+        ran >= ticks && periods >= periods_min
+    };
+    while !is_done() {
+        let in_time = begin.elapsed() < LONG;
+        assert!(in_time, "not done: {:?}", [NUMBERED, PERIODIC].map(|key| resource.finished(key)));
+        sleep(random_span(LEASE / 4)).await;
+        let mut killed = None;
+        if fastrand::bool() {
+            // During the work of a job, or during the request that records its tick.
+            let key = fastrand::choice([NUMBERED, PERIODIC]).unwrap();
+            killed = resource.wait_for_work(key, LEASE).await;
+            sleep(random_span(WORK)).await;
+        }
+        let at_work = killed.and_then(|id| processes.number_of(id));
+        kills_at_work += u32::from(at_work.is_some());
+        processes.restart(at_work.unwrap_or_else(|| fastrand::usize(..PROCESSES)));
+        resource.assert_no_violation();
+        kills += 1;
+    }
+    // The process that has run the last tick may have been killed before it has recorded it. Another
+    // one then repeats it.
+    let registry = lock_registry::connect(&store.url(LEASE)).await.unwrap();
+    let lock = registry.obtain(NUMBERED);
+    eventually(LONG, async || {
+        let value = lock.value().await.unwrap().unwrap();
+        DoneRecord::parse(&value.bytes).unwrap().tick == Tick::Number(ticks)
+    })
+    .await;
+    resource.assert_no_violation();
+    assert_eq!(resource.finished(NUMBERED), (1..=ticks).collect(), "a tick is lost");
+    let periods = resource.finished(PERIODIC);
+    let period = PERIOD.as_millis() as u64;
+    assert!(periods.iter().all(|tick| tick % period == 0), "{periods:?}");
+    if store.has_clock {
+        let (first, last) = (*periods.first().unwrap(), *periods.last().unwrap());
+        let missing = (first..last).step_by(period as usize).find(|tick| !periods.contains(tick));
+        assert_eq!(missing, None, "a period is lost");
+    }
+    println!(
+        "{}: {} periods and {ticks} ticks in {:?}, {kills} kills, {kills_at_work} of them during \
+         work, {} refused writes",
+        store.url,
+        periods.len(),
+        begin.elapsed(),
+        resource.refused(),
+    );
+}

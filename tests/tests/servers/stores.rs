@@ -1,0 +1,124 @@
+//! The stores that several processes share, each with a server of its own.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::io;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_testkit::etcd::EtcdServer;
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+use registry_testkit::redis::RedisServer;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_testkit::{ManagedServer, ServerDescription};
+
+/// A store, as other processes reach it.
+pub(crate) struct Store {
+    pub(crate) url: String,
+    /// The option of the URL that sets the length of a lease.
+    lease_option: &'static str,
+    /// Whether all clients read the same clock for the ticks of a period, whatever their own clocks
+    /// show.
+    pub(crate) has_clock: bool,
+    server: Box<dyn StoreServer>,
+}
+
+#[async_trait]
+trait StoreServer: Send + Sync {
+    /// Kills the server and starts it again with its data.
+    async fn restart(&mut self) -> io::Result<()>;
+}
+
+#[async_trait]
+impl<S: ServerDescription> StoreServer for ManagedServer<S> {
+    async fn restart(&mut self) -> io::Result<()> {
+        self.start_again().await
+    }
+}
+
+/// The folder of an SQLite file, which needs no server.
+#[async_trait]
+impl StoreServer for tempfile::TempDir {
+    async fn restart(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Store {
+    pub(crate) async fn sqlite() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let url = format!("sqlite:{}", folder.path().join("locks.db").display());
+        Self { url, lease_option: "lease", has_clock: false, server: Box::new(folder) }
+    }
+
+    pub(crate) async fn postgres() -> Self {
+        let server = PostgresServer::start().await.unwrap();
+        Self::of(server.url(), "lease", true, server)
+    }
+
+    pub(crate) async fn mariadb() -> Self {
+        let server = MariaDbServer::start().await.unwrap();
+        Self::of(server.url(), "lease", true, server)
+    }
+
+    pub(crate) async fn redis() -> Self {
+        let server = RedisServer::start(&[]).await.unwrap();
+        Self::of(server.url(), "lease", true, server)
+    }
+
+    pub(crate) async fn etcd() -> Self {
+        let server = EtcdServer::start().await.unwrap();
+        Self::of(format!("etcd://{}", server.addr()), "lease", false, server)
+    }
+
+    pub(crate) async fn zookeeper() -> Self {
+        let server = ZooKeeperServer::start().await.unwrap();
+        Self::of(server.url(), "session", true, server)
+    }
+
+    fn of(
+        url: String,
+        lease_option: &'static str,
+        has_clock: bool,
+        server: impl StoreServer + 'static,
+    ) -> Self {
+        Self { url, lease_option, has_clock, server: Box::new(server) }
+    }
+
+    pub(crate) fn url(&self, lease: Duration) -> String {
+        format!("{}?{}={}s", self.url, self.lease_option, lease.as_secs())
+    }
+
+    pub(crate) async fn restart(&mut self) {
+        self.server.restart().await.unwrap();
+    }
+}
+
+/// Runs each test on each store, as `name: scenario(arguments)`. The first argument of the scenario
+/// is the store.
+macro_rules! on_each_store {
+    ($($(#[$attribute:meta])* $test:ident: $scenario:ident($($argument:expr),*);)*) => {
+        on_each_store! {
+            @stores [sqlite postgres mariadb redis etcd zookeeper]
+            [$([$(#[$attribute])* $test $scenario $($argument)*])*]
+        }
+    };
+    (@stores [$($store:ident)*] $tests:tt) => {
+        $(on_each_store! { @tests $store $tests })*
+    };
+    (@tests $store:ident
+        [$([$(#[$attribute:meta])* $test:ident $scenario:ident $($argument:expr)*])*]
+    ) => {
+        mod $store {
+            $(#[tokio::test]
+            $(#[$attribute])*
+            async fn $test() {
+                let store = $crate::stores::Store::$store().await;
+                super::$scenario(store $(, $argument)*).await;
+            })*
+        }
+    };
+}
+
+pub(crate) use on_each_store;
