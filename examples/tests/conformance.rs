@@ -36,8 +36,8 @@ impl Store for TableStore {
 
 registry_conformance::conformance! {
     harness = TableHarness,
-    runs = 206,
-    skips = 218,
+    runs = 207,
+    skips = 221,
     without = [
         fair,
         fair_on_request,

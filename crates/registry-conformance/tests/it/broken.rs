@@ -11,8 +11,8 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
-        runs = 228,
-        skips = 196,
+        runs = 229,
+        skips = 199,
         without = [
         fair,
         fair_on_request,
