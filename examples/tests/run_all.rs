@@ -84,6 +84,11 @@ programs! {
         "orders/42 is locked",
         "order 43 is shipped",
     ],
+    axum_extractor [] [] says [
+        "200 OK: order 42 is shipped",
+        "423 Locked: order 43 is in use",
+        "400 Bad Request: ",
+    ],
     axum_layer [] [] says [
         "200 OK \"order 42 is shipped under its lock\", retry after None",
         "423 Locked \"\", retry after Some(\"1\")",
