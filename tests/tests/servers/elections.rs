@@ -34,9 +34,9 @@ const STEP: Duration = Duration::from_millis(100);
 /// Passes the address of the resource to another process.
 const RESOURCE: &str = "ELECTION_RESOURCE";
 
-/// The number of changes of leaders: more with `SIMULATION=long`.
+/// The number of changes of leaders: more with `FORCED_CHANGES=long`.
 fn changes() -> usize {
-    if env::var("SIMULATION").is_ok() { 1_000 } else { 100 }
+    if env::var("FORCED_CHANGES").is_ok() { 1_000 } else { 100 }
 }
 
 on_each_store! {

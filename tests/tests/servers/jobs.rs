@@ -46,9 +46,9 @@ struct JobTask {
     catch_up: bool,
 }
 
-/// The number of ticks: more with `SIMULATION=long`.
+/// The number of ticks: more with `FORCED_CHANGES=long`.
 fn ticks() -> u64 {
-    if env::var("SIMULATION").is_ok() { 200 } else { 30 }
+    if env::var("FORCED_CHANGES").is_ok() { 200 } else { 30 }
 }
 
 on_each_store! {
