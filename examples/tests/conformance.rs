@@ -37,7 +37,7 @@ impl Store for TableStore {
 registry_conformance::conformance! {
     harness = TableHarness,
     runs = 200,
-    skips = 218,
+    skips = 220,
     without = [
         fair,
         fair_on_request,

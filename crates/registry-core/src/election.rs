@@ -360,9 +360,8 @@ impl Election {
             let guard = self.lock.lock_with(self.options.clone()).await?;
             let now = Moment::now();
             let lease = guard.hold().grant().lease_length();
-            if *deadline.get_or_insert(now.after(lease)) <= now
-                || !self.is_outranked(priority).await
-            {
+            let deadline = *deadline.get_or_insert_with(|| now.after(lease));
+            if now >= deadline || !self.is_outranked(priority).await {
                 return Ok(guard);
             }
             // The background releaser repeats a failed release.

@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
+#![expect(clippy::print_stderr, reason = "a test prints the output of a process that has ended")]
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

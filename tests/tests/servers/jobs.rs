@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
+#![expect(clippy::print_stderr, reason = "a test prints the output of a process that has ended")]
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -152,7 +153,6 @@ async fn report(
         Ok(Outcome::AlreadyDone { tick, .. }) => tick.number(),
         Ok(_) => None,
         Err(error) => {
-            // The test prints it if it fails.
             eprintln!("{key}: {error}");
             sleep(LEASE / 10).await;
             None

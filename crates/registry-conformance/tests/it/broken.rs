@@ -12,7 +12,7 @@ mod without_a_bug {
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
         runs = 222,
-        skips = 196,
+        skips = 198,
         without = [
         fair,
         fair_on_request,

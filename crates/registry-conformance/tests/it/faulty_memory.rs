@@ -74,7 +74,7 @@ mod seed_1 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 1_000 },
-        runs = 231,
+        runs = 233,
         skips = 187,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
@@ -85,7 +85,7 @@ mod seed_2 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 2_000 },
-        runs = 231,
+        runs = 233,
         skips = 187,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }

@@ -33,7 +33,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 404,
+    runs = 406,
     skips = 14,
     without = [fair, namespaces, restart, wipe, remote],
 }

@@ -95,7 +95,7 @@ impl ServerSet for RedisServer {
 
 #[test]
 fn a_server_passes_all_clauses() {
-    run_all_clauses::<RedisServer>(410, 8);
+    run_all_clauses::<RedisServer>(412, 8);
 }
 
 #[async_trait]
@@ -126,7 +126,7 @@ impl ServerSet for SentinelSetup {
 
 #[test]
 fn a_sentinel_master_passes_all_clauses() {
-    run_all_clauses::<SentinelSetup>(410, 8);
+    run_all_clauses::<SentinelSetup>(412, 8);
 }
 
 #[async_trait]
@@ -158,7 +158,7 @@ impl ServerSet for RedisCluster {
 
 #[test]
 fn a_cluster_passes_all_clauses() {
-    run_all_clauses::<RedisCluster>(410, 8);
+    run_all_clauses::<RedisCluster>(412, 8);
 }
 
 #[async_trait]
@@ -188,7 +188,7 @@ impl ServerSet for RedisQuorum {
 
 #[test]
 fn a_quorum_passes_all_clauses() {
-    run_all_clauses::<RedisQuorum>(226, 192);
+    run_all_clauses::<RedisQuorum>(226, 194);
 }
 
 /// A server that requires TLS and a login.
@@ -228,7 +228,7 @@ impl ServerSet for TlsServer {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_passes_all_clauses() {
-    run_all_clauses::<TlsServer>(410, 8);
+    run_all_clauses::<TlsServer>(412, 8);
 }
 
 /// A server with locks in the Spring Integration layout.
@@ -267,10 +267,10 @@ layout!(RedissonLayout, Layout::Redisson);
 
 #[test]
 fn the_spring_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<SpringLayout>(224, 194);
+    run_all_clauses::<SpringLayout>(224, 196);
 }
 
 #[test]
 fn the_redisson_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<RedissonLayout>(224, 194);
+    run_all_clauses::<RedissonLayout>(224, 196);
 }
