@@ -96,8 +96,8 @@ fn main() {
     });
 }
 
-/// From the call of a step-down to the first step of the next leader, in units of the hand-over of a
-/// fair lock.
+/// From the call of a step-down to the first step of the next leader, in units of the hand-over of
+/// a fair lock.
 async fn step_downs(registries: [&Registry; 2]) {
     let mut hand_overs = Vec::new();
     for round in 0..ROUNDS {

@@ -122,8 +122,8 @@ impl Election {
         self
     }
 
-    /// Sets the priority of this candidate. When the role becomes vacant, candidates with a priority
-    /// leave it to a waiting candidate whose priority is higher.
+    /// Sets the priority of this candidate. When the role becomes vacant, candidates with a
+    /// priority leave it to a waiting candidate whose priority is higher.
     ///
     /// A preference, not a guarantee. A candidate leaves the role to others for at most the length
     /// of a lease; then it leads. A leader does not step down for a candidate with a higher
@@ -354,8 +354,8 @@ impl Election {
         }
     }
 
-    /// Acquires the lock of the role, and releases it again while a candidate with a higher priority
-    /// campaigns. For at most the length of a lease: that candidate may be unable to lead.
+    /// Acquires the lock of the role, and releases it again while a candidate with a higher
+    /// priority campaigns. For at most the length of a lease: that candidate may be unable to lead.
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
         let (mut deadline, mut attempt) = (None, 0);
         loop {

@@ -232,8 +232,8 @@ async fn no_tick_runs_twice_or_is_lost_while_processes_are_killed(store: Store) 
         resource.assert_no_violation();
         kills += 1;
     }
-    // The process that has run the last tick may have been killed before it has recorded it. Another
-    // one then repeats it.
+    // The process that has run the last tick may have been killed before it has recorded it.
+    // Another one then repeats it.
     let registry = lock_registry::connect(&store.url(LEASE)).await.unwrap();
     let lock = registry.obtain(NUMBERED);
     eventually(LONG, async || {
