@@ -150,12 +150,19 @@ pub(crate) async fn acquire(
         None | Some(Duration::ZERO) => String::new(),
         Some(wait) => format!("; not acquired within {}", humantime::format_duration(wait)),
     };
+    let (busy, holder_text) = (busy_key(key, holder.as_ref()), describe_holder(holder.as_ref()));
     output.notice(
         "not_obtained",
-        &format!("{} is held by {}{limit_note}", printable(key), describe_holder(holder.as_ref())),
+        &format!("{busy} is held by {holder_text}{limit_note}"),
         json!({ "key": key, "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
     );
     Ok(AcquireOutcome::Busy)
+}
+
+/// Returns the key that is held. With `--also`, it may be another one than `key`, the first key of
+/// the command line.
+fn busy_key(key: &str, holder: Option<&Holder>) -> String {
+    printable(holder.map_or(key, |holder| holder.key.as_str()))
 }
 
 /// Warns that a store with the reach `process` does not exclude other processes.
@@ -230,7 +237,8 @@ impl<'a> WaitReporter<'a> {
             return;
         }
         let holder = seen.holder_now();
-        let text = format!("{}, held by {}", printable(self.key), describe_holder(holder.as_ref()));
+        let key = busy_key(self.key, holder.as_ref());
+        let text = format!("{key}, held by {}", describe_holder(holder.as_ref()));
         let waited = self.started.elapsed();
         if self.output.may_show_progress_line() {
             let progress = self.progress.get_or_insert_with(ProgressLine::start);

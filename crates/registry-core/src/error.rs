@@ -277,7 +277,7 @@ impl InvalidOption {
 
     pub(crate) fn units(take: u32, of: u32) -> Self {
         let problem = format!("is not between 1 and the {of} units of the semaphore; take fewer");
-        Self { option: "permits", given: take.to_string(), problem: problem.into() }
+        Self { option: "take", given: take.to_string(), problem: problem.into() }
     }
 
     pub(crate) fn fair_unsupported(store: &str) -> Self {

@@ -55,11 +55,14 @@ pub(crate) struct UpgradeRequest {
     pub(crate) reader: Option<Predecessor>,
     /// The start of the delay after the loss of a reader.
     pub(crate) delayed_since: Option<Moment>,
+    /// A token for the upgrade, and the creation revision of an entry. While that entry exists, no
+    /// other claim takes a token.
+    pub(crate) token: Option<(i64, i64)>,
 }
 
 impl UpgradeRequest {
     pub(crate) fn new(name: Vec<u8>, lease: EtcdLease) -> Self {
-        Self { name, lease, reader: None, delayed_since: None }
+        Self { name, lease, reader: None, delayed_since: None, token: None }
     }
 
     /// Creates the request for a key that was found in the queue.

@@ -408,7 +408,7 @@ impl EtcdBackend {
     }
 
     /// Appends the request to upgrade the claim. Its creation revision becomes the token of the
-    /// upgrade.
+    /// upgrade, unless other claims are granted meanwhile.
     async fn request_upgrade(
         &self,
         claim: &Claim,
@@ -501,8 +501,22 @@ impl EtcdBackend {
             }
             return Ok(Conversion::Retry(None));
         }
-        let token = request.create_revision;
         let own_entry = &snapshot.entries[own];
+        let token = match upgrade.token {
+            Some((token, entry)) if entry == blocking.create_revision => token,
+            _ if snapshot.revision == request.create_revision => request.create_revision,
+            // A reader that was enqueued before the request, and was granted after it, may have
+            // taken a larger token.
+            _ => {
+                let (value, guards) = (request.value.clone(), [own_entry, blocking]);
+                let touch = txn::convert(request, value, &guards, None);
+                let touched = self.execute(touch).await.map_err(CallError::into_error)?;
+                let taken = (touched.header.revision, blocking.create_revision);
+                upgrade.token = touched.succeeded.then_some(taken);
+                return Ok(Conversion::Retry(None));
+            }
+        };
+        upgrade.token = Some((token, blocking.create_revision));
         // Claims that began to wait while this claim was exclusive have tokens of their own. None
         // of them is granted while `own_entry`, `request` and `blocking` exist.
         let without_tokens = snapshot.without_tokens_before(own_entry, token);

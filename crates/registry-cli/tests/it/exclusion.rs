@@ -64,6 +64,31 @@ fn many_waiting_processes_run_one_after_the_other_with_increasing_tokens() {
 }
 
 #[test]
+fn several_keys_are_locked_together_and_the_busy_one_is_named() {
+    let store = TestStore::new();
+    let mut holder = store.start(["hold", "b"]);
+    holder.next_line();
+    let refused = store.run(["run", "--no-wait", "--also", "b", "a", "--", "true"]);
+    assert_eq!(refused.status, 75, "{}", refused.stderr);
+    assert!(refused.stderr.contains("b is held by"), "{}", refused.stderr);
+    assert_eq!(store.holder("a"), None);
+    let waiting = store.start(["run", "--also", "b", "a", "--", "true"]);
+    waiting.wait_for_stderr("waiting for b, held by");
+    holder.close_stdin();
+    assert_eq!(holder.finish(), 0);
+    assert_eq!(waiting.finish(), 0);
+    assert_eq!((store.holder("a"), store.holder("b")), (None, None));
+}
+
+#[test]
+fn more_units_than_there_are_name_the_option() {
+    let store = TestStore::new();
+    let refused = store.run(["run", "--permits", "3", "--take", "4", "s", "--", "true"]);
+    assert_eq!(refused.status, 64, "{}", refused.stderr);
+    assert!(refused.stderr.contains("--take is 4"), "{}", refused.stderr);
+}
+
+#[test]
 fn different_keys_and_namespaces_are_independent() {
     let store = TestStore::new();
     let hold = |arguments: [&str; 4]| {

@@ -162,11 +162,43 @@ pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
         "{upgraded:?} after {of_reader:?}"
     );
     freed(&*first, &upgrade).await;
-    let next = granted(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    let next_claim = context.claim(ClaimMode::Exclusive);
+    let next = granted(&*second, &next_claim).await;
     assert!(
         next.token.get() >= upgraded.token.get() + u64::from(block),
         "{next:?} after {upgraded:?}"
     );
+    freed(&*second, &next_claim).await;
+    assert_larger_than_of_a_reader_that_waited(context).await;
+}
+
+/// A reader waits behind a writer while the upgrade waits for another reader. In a store with a
+/// queue, the reader is granted when the writer leaves.
+async fn assert_larger_than_of_a_reader_that_waited(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let [for_writer, for_reader] = if context.capabilities().fair {
+        [Queueing::Join; 2]
+    } else {
+        [Queueing::ExclusiveIntent, Queueing::Skip]
+    };
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let holding = context.held_in(&*second, ClaimMode::Shared).await;
+    let writer = context.claim(ClaimMode::Exclusive).with_queueing(for_writer);
+    busy(&*second, &writer).await;
+    let reader = context.claim(ClaimMode::Shared).with_queueing(for_reader);
+    busy(&*second, &reader).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    busy(&*first, &upgrade).await;
+    release(&*second, &writer).await;
+    let of_reader = match attempt(&*second, &reader).await {
+        Attempt::Granted(grant) => Some(grant.token),
+        _ => None,
+    };
+    release(&*second, &reader).await;
+    freed(&*second, &holding).await;
+    let upgraded = granted(&*first, &upgrade).await;
+    assert!(Some(upgraded.token) > of_reader, "{upgraded:?} after {of_reader:?}");
+    freed(&*first, &upgrade).await;
 }
 
 /// A repeated upgrade is granted again with the same token, as after a lost reply. One release
