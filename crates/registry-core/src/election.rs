@@ -355,15 +355,22 @@ impl Election {
     }
 
     /// Acquires the lock of the role, and releases it again while a candidate with a higher
-    /// priority campaigns. For at most the length of a lease: that candidate may be unable to lead.
+    /// priority campaigns. For at most the length of a lease after the term of a leader: that
+    /// candidate may be unable to lead.
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
-        let (mut deadline, mut attempt) = (None, 0);
+        let (mut deadline, mut last_term, mut attempt) = (None, None, 0);
         loop {
             let guard = self.lock.lock_with(self.options.clone()).await?;
+            if !self.is_outranked(priority).await {
+                return Ok(guard);
+            }
             let now = Moment::now();
+            let term = guard.value().await?.map(|value| value.token);
+            if term != last_term {
+                (deadline, last_term, attempt) = (None, term, 0);
+            }
             let lease = guard.hold().grant().lease_length();
-            let deadline = *deadline.get_or_insert_with(|| now.after(lease));
-            if now >= deadline || !self.is_outranked(priority).await {
+            if now >= *deadline.get_or_insert_with(|| now.after(lease)) {
                 return Ok(guard);
             }
             // The background releaser repeats a failed release.

@@ -237,27 +237,31 @@ pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
     lock.unlock().await.expect("the lock is released");
 }
 
-/// Of two waiting candidates, the one with the higher priority leads next, also if it began to wait
-/// later.
+/// Of the waiting candidates, the one with the highest priority leads next, also if it began to
+/// wait later, and also when a vacancy follows long after another one.
 pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestContext) {
-    let elections = [context.registry().await, context.registry().await, context.registry().await]
-        .map(|registry| registry.election("role"));
-    let [leader, low, high] = elections;
+    let mut elections = Vec::new();
+    for _ in 0..4 {
+        let election = context.registry().await.election("role").lease(context.renewed_lease());
+        elections.push(election);
+    }
     let observer = context.registry().await.obtain("role/candidates");
-    let leading = start(&leader);
-    leads(context, &leader).await;
-    let mut candidates = Vec::new();
-    for (candidate, priority) in [(&low, 1), (&high, 2)] {
-        candidates.push(start(&candidate.clone().priority(priority)));
+    let mut running = vec![start(&elections[0])];
+    let mut last = leads(context, &elections[0]).await;
+    for (candidate, priority) in elections.iter().zip(0..).skip(1) {
+        running.push(start(&candidate.clone().priority(priority)));
         within(context, campaigns(&observer, priority)).await;
     }
-    leading.abort();
-    let token = leads(context, &high).await;
-    // A leader does not announce its priority, so the other candidate leads after it.
-    candidates[1].abort();
-    let next = leads(context, &low).await;
-    assert!(next > token || !context.capabilities().fencing, "{next} after {token}");
-    candidates[0].abort();
+    // A leader does not announce its priority.
+    for (leader, next) in [(0, 3), (3, 2), (2, 1)] {
+        running[leader].abort();
+        let token = leads(context, &elections[next]).await;
+        assert!(last < token || !context.capabilities().fencing, "{token} after {last}");
+        last = token;
+        // The others have left the role to this one for less than that.
+        tokio::time::sleep(context.renewed_lease()).await;
+    }
+    running[1].abort();
 }
 
 /// A candidate with a lower priority leads nevertheless if the preferred one does not.
