@@ -110,7 +110,6 @@ pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &T
 /// smaller than all later ones.
 pub async fn tokens_of_several_keys_increase(context: &TestContext) {
     let client = context.client().await;
-    // A store with a queue reserves no tokens.
     let mut last = [None; KEYS.len()];
     // In a store with a queue, a grant has one token, because no claim is handed over in a process.
     let block = if context.capabilities().fair { 1 } else { 9 };
