@@ -36,8 +36,8 @@ impl Store for TableStore {
 
 registry_conformance::conformance! {
     harness = TableHarness,
-    runs = 207,
-    skips = 221,
+    runs = 206,
+    skips = 220,
     without = [
         fair,
         fair_on_request,

@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 414,
+///     runs = 412,
 ///     skips = 14,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

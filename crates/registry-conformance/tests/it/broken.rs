@@ -11,8 +11,8 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
-        runs = 229,
-        skips = 199,
+        runs = 228,
+        skips = 198,
         without = [
         fair,
         fair_on_request,

@@ -74,8 +74,8 @@ mod seed_1 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 1_000 },
-        runs = 234,
-        skips = 194,
+        runs = 233,
+        skips = 193,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }
@@ -85,8 +85,8 @@ mod seed_2 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 2_000 },
-        runs = 234,
-        skips = 194,
+        runs = 233,
+        skips = 193,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }

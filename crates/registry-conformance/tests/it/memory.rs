@@ -33,7 +33,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 414,
+    runs = 412,
     skips = 14,
     without = [fair, namespaces, restart, wipe, remote],
 }
