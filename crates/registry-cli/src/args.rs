@@ -188,6 +188,9 @@ pub(crate) struct ElectArgs {
     /// What other clients read of this candidate while it leads, for example its address
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) data: String,
+    /// Leave a vacant role to waiting candidates whose priority is higher; give one to all
+    #[arg(long, value_name = "NUMBER")]
+    pub(crate) priority: Option<u32>,
     /// How long the role stays taken if this process dies [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub(crate) lease: Option<String>,

@@ -24,6 +24,7 @@ use crate::store::StoreConfig;
 pub(crate) struct ElectCommand {
     role: Key,
     data: String,
+    priority: Option<u32>,
     grace: Duration,
     program: Program,
     store: StoreConfig,
@@ -46,7 +47,8 @@ impl ElectCommand {
         }
         // Checked last, as in `run`.
         let program = Program::find(elect.command.clone())?;
-        Ok(Self { role, data: elect.data.clone(), grace: elect.grace, program, store })
+        let &args::ElectArgs { priority, grace, .. } = elect;
+        Ok(Self { role, data: elect.data.clone(), priority, grace, program, store })
     }
 
     /// Campaigns and runs the command, until the command ends by itself or a signal arrives.
@@ -56,15 +58,19 @@ impl ElectCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { role, data, grace, program, store } = self;
+        let Self { role, data, priority, grace, program, store } = self;
         let observer = LockObserver::new();
         let registry = tokio::select! {
             registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_if_process_local(&registry, output);
+        let election = registry.election(role.as_str()).data(data);
         let candidate = Candidate {
-            election: registry.election(role.as_str()).data(data),
+            election: match priority {
+                Some(priority) => election.priority(priority),
+                None => election,
+            },
             registry: &registry,
             program: &program,
             grace,

@@ -287,12 +287,15 @@ impl ActiveGrant {
     /// fires the task's timers.
     pub(crate) async fn validity_ended(&self) {
         let mut deadline = pin!(self.engine().sleep_until(self.valid_until()));
+        let mut was_pending = false;
         poll_fn(|cx| {
-            if Moment::now() < self.valid_until() {
-                deadline.as_mut().poll(cx)
-            } else {
-                Poll::Ready(())
+            if was_pending && Moment::now() >= self.valid_until() {
+                return Poll::Ready(());
             }
+            was_pending = true;
+            // While an ended lease is not a loss, because the claim is being released, the caller
+            // repeats this wait. The timer then lets other tasks run.
+            deadline.as_mut().poll(cx)
         })
         .await;
     }

@@ -2,7 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::support::TestStore;
+use crate::support::{TestStore, wait_until};
 
 const COMMAND: [&str; 4] = ["--", "sh", "-c", "echo leads; read x; exit 3"];
 
@@ -51,6 +51,24 @@ fn a_candidate_that_loses_the_role_ends_its_command_and_campaigns_again() {
     assert!(store.holder("role").unwrap() > token);
     candidate.signal(Signal::SIGTERM);
     assert_eq!(candidate.wait(), 143);
+}
+
+#[test]
+fn the_waiting_candidate_with_the_highest_priority_leads_next() {
+    let store = TestStore::new();
+    let leader = start(&store, &[]);
+    assert_eq!(leader.next_line(), "leads");
+    let low = start(&store, &["--priority", "1"]);
+    let high = start(&store, &["--priority", "2"]);
+    wait_until("both to campaign", || {
+        let shown = store.run(["--json", "show", "role/candidates"]).stdout;
+        ["\"1\"", "\"2\""].iter().all(|label| shown.contains(label))
+    });
+    assert_eq!(leader.finish(), 3);
+    assert_eq!(high.next_line(), "leads");
+    assert_eq!(high.finish(), 3);
+    assert_eq!(low.next_line(), "leads");
+    assert_eq!(low.finish(), 3);
 }
 
 #[test]

@@ -187,7 +187,6 @@ async fn assert_failed_attempts_are_repeated(context: &TestContext) {
         for name in KEYS {
             context.assert_becomes_free(&remote, name).await;
         }
-        local.idle().await;
     }
 }
 
