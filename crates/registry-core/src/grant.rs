@@ -283,20 +283,15 @@ impl ActiveGrant {
 
     /// Waits until the lease has run out, or has been extended after its current end.
     ///
-    /// Reads the clock at each poll: after a pause of the process, tokio may poll a task before it
+    /// Looks for a loss at each poll: after a pause of the process, tokio may poll a task before it
     /// fires the task's timers.
-    pub(crate) async fn validity_ended(&self) {
+    pub(crate) async fn validity_ended(self: &Arc<Self>) {
         let mut deadline = pin!(self.engine().sleep_until(self.valid_until()));
-        let mut was_pending = false;
-        poll_fn(|cx| {
-            if was_pending && Moment::now() >= self.valid_until() {
-                return Poll::Ready(());
-            }
-            was_pending = true;
-            // While an ended lease is not a loss, because the claim is being released, the caller
-            // repeats this wait. The timer then lets other tasks run.
-            deadline.as_mut().poll(cx)
-        })
+        poll_fn(
+            |cx| {
+                if self.loss().is_some() { Poll::Ready(()) } else { deadline.as_mut().poll(cx) }
+            },
+        )
         .await;
     }
 
