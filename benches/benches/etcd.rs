@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lock_registry_benches::compare_in_task;
+use lock_registry_benches::{compare_in_task, hand_over_time, median};
 use prost::Message;
-use registry_core::Registry;
+use registry_core::{LockOptions, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
 use tonic::Request;
@@ -41,20 +41,9 @@ fn main() {
         let other = open(&server).await;
         let (mut hand_overs, mut writes) = (Vec::new(), Vec::new());
         for round in 0..400 {
-            let (releasing, acquiring) =
-                if round % 2 == 0 { (&registry, &other) } else { (&other, &registry) };
-            let guard = releasing.obtain("handed").lock().await.unwrap();
-            let next = acquiring.obtain("handed");
-            let waiting = tokio::spawn(async move {
-                let guard = next.lock().await.unwrap();
-                (Instant::now(), guard)
-            });
-            tokio::time::sleep(PAUSE).await;
-            let started = Instant::now();
-            guard.unlock().await.unwrap();
-            let (ended, guard) = waiting.await.unwrap();
-            hand_overs.push(ended - started);
-            guard.unlock().await.unwrap();
+            let registries = [&registry, &other];
+            let locks = [round, round + 1].map(|n| registries[n % 2].obtain("handed"));
+            hand_overs.push(hand_over_time(locks, &LockOptions::new(), PAUSE).await);
             tokio::time::sleep(PAUSE).await;
             let started = Instant::now();
             let created = reference.enqueue().await;
@@ -146,11 +135,6 @@ impl EtcdReference {
         let unlock = UnlockRequest { key: response.key };
         let _: UnlockResponse = call(&self.channel, "/v3lockpb.Lock/Unlock", unlock).await;
     }
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort();
-    times[times.len() / 2]
 }
 
 async fn open(server: &EtcdServer) -> Registry {

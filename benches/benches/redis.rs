@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use lock_registry_benches::{hand_over_time, median};
 use redis::Script;
 use redis::aio::MultiplexedConnection;
 use registry_core::election::Term;
@@ -101,19 +102,8 @@ fn main() {
 async fn step_downs(registries: [&Registry; 2]) {
     let mut hand_overs = Vec::new();
     for round in 0..ROUNDS {
-        let [releasing, acquiring] = [round, round + 1].map(|n| registries[n % 2].obtain("handed"));
-        let fair = || LockOptions::new().fair(true);
-        let guard = releasing.lock_with(fair()).await.unwrap();
-        let waiting = tokio::spawn(async move {
-            let guard = acquiring.lock_with(fair()).await.unwrap();
-            (Instant::now(), guard)
-        });
-        tokio::time::sleep(PAUSE).await;
-        let started = Instant::now();
-        guard.unlock().await.unwrap();
-        let (ended, guard) = waiting.await.unwrap();
-        hand_overs.push(ended - started);
-        guard.unlock().await.unwrap();
+        let locks = [round, round + 1].map(|n| registries[n % 2].obtain("handed"));
+        hand_overs.push(hand_over_time(locks, &LockOptions::new().fair(true), PAUSE).await);
     }
 
     let (led, mut leads) = tokio::sync::mpsc::unbounded_channel();
@@ -139,10 +129,7 @@ async fn step_downs(registries: [&Registry; 2]) {
         step_downs.push(begun - started);
         leader = next;
     }
-    let [hand_over, step_down] = [hand_overs, step_downs].map(|mut times| {
-        times.sort();
-        times[times.len() / 2]
-    });
+    let (hand_over, step_down) = (median(hand_overs), median(step_downs));
     let times = step_down.as_secs_f64() / hand_over.as_secs_f64();
     println!(
         "\nstep-down on Redis: {step_down:?}, a hand-over {hand_over:?}: {times:.2} hand-overs"

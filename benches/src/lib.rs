@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use criterion::Criterion;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
+use registry_core::{DistributedLock, LockOptions};
 
 pub use modes::compare_modes;
 
@@ -42,6 +43,33 @@ fn print_ratios(group: &str) {
             print_ratio(group, name, median, reference);
         }
     }
+}
+
+/// Returns the time from the release of a lock to its grant to another client. `pause` is long
+/// enough for that client to wait for the lock.
+pub async fn hand_over_time(
+    [releasing, acquiring]: [DistributedLock; 2],
+    options: &LockOptions,
+    pause: Duration,
+) -> Duration {
+    let guard = releasing.lock_with(options.clone()).await.unwrap();
+    let options = options.clone();
+    let waiting = tokio::spawn(async move {
+        let guard = acquiring.lock_with(options).await.unwrap();
+        (Instant::now(), guard)
+    });
+    tokio::time::sleep(pause).await;
+    let started = Instant::now();
+    guard.unlock().await.unwrap();
+    let (ended, guard) = waiting.await.unwrap();
+    guard.unlock().await.unwrap();
+    ended - started
+}
+
+/// Returns the middle one of these times.
+pub fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
 }
 
 /// Pins this thread, and all threads that it starts, to one processor.

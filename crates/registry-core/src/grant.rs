@@ -95,6 +95,9 @@ enum GrantPhase {
     Lost(LostReason),
 }
 
+/// The pause between two looks at a claim whose lease has run out while it is being released.
+const ENDED_LEASE_PAUSE: Duration = Duration::from_millis(10);
+
 impl ActiveGrant {
     /// Creates the active grant and schedules its renewal. Returns the arguments if the lease was
     /// over before the store's response arrived.
@@ -281,12 +284,16 @@ impl ActiveGrant {
         }
     }
 
-    /// Waits until the lease has run out, or has been extended after its current end.
+    /// Waits until the claim is lost, or its lease may have been extended beyond its current end.
     ///
     /// Looks for a loss at each poll: after a pause of the process, tokio may poll a task before it
     /// fires the task's timers.
     pub(crate) async fn validity_ended(self: &Arc<Self>) {
-        let mut deadline = pin!(self.engine().sleep_until(self.valid_until()));
+        // The lease of a claim that is being released may run out without a loss. The caller then
+        // repeats this wait until it is notified of the end, so each wait must take some time.
+        let (now, valid_until) = (Moment::now(), self.valid_until());
+        let end = if now < valid_until { valid_until } else { now.after(ENDED_LEASE_PAUSE) };
+        let mut deadline = pin!(self.engine().sleep_until(end));
         poll_fn(
             |cx| {
                 if self.loss().is_some() { Poll::Ready(()) } else { deadline.as_mut().poll(cx) }
