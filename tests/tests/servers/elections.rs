@@ -21,7 +21,7 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 
 use crate::resource::{Resource, Step, Work, now};
-use crate::stores::{Store, on_each_store};
+use crate::stores::{Store, long_or, on_each_store};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(120);
@@ -34,16 +34,14 @@ const STEP: Duration = Duration::from_millis(100);
 /// Passes the address of the resource to another process.
 const RESOURCE: &str = "ELECTION_RESOURCE";
 
-/// The number of changes of leaders: more with `FORCED_CHANGES=long`.
+/// The number of changes of leaders.
 fn changes() -> usize {
-    if env::var("FORCED_CHANGES").is_ok() { 1_000 } else { 100 }
+    long_or(1_000, 100)
 }
 
 on_each_store! {
-    no_two_terms_are_valid_at_once_under_forced_changes:
-        no_two_terms_are_valid_at_once_under_forced_changes();
-    a_candidate_that_was_paused_beyond_its_session_campaigns_on:
-        a_candidate_that_was_paused_beyond_its_session_campaigns_on();
+    no_two_terms_are_valid_at_once_under_forced_changes,
+    a_candidate_that_was_paused_beyond_its_session_campaigns_on,
 }
 
 #[test]

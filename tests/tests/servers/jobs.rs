@@ -21,7 +21,7 @@ use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use crate::resource::{Resource, Step, Work, now};
-use crate::stores::{Store, on_each_store};
+use crate::stores::{Store, long_or, on_each_store};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(120);
@@ -46,14 +46,13 @@ struct JobTask {
     catch_up: bool,
 }
 
-/// The number of ticks: more with `FORCED_CHANGES=long`.
+/// The number of ticks.
 fn ticks() -> u64 {
-    if env::var("FORCED_CHANGES").is_ok() { 200 } else { 30 }
+    long_or(200, 30)
 }
 
 on_each_store! {
-    no_tick_runs_twice_or_is_lost_while_processes_are_killed:
-        no_tick_runs_twice_or_is_lost_while_processes_are_killed();
+    no_tick_runs_twice_or_is_lost_while_processes_are_killed,
 }
 
 #[test]

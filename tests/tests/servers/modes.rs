@@ -20,7 +20,7 @@ use registry_testkit::holder::{
 };
 use tokio::time::Instant;
 
-use crate::stores::{Store, on_each_store};
+use crate::stores::{Store, long_or, on_each_store};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = secs(120);
@@ -44,16 +44,10 @@ async fn processes(store: &Store, number: u32) -> Vec<LockHolder> {
 }
 
 on_each_store! {
-    a_killed_process_leaves_no_lock_and_no_place: a_killed_process_leaves_no_lock_and_no_place();
-    a_paused_process_loses_its_locks_and_waits_on: a_paused_process_loses_its_locks_and_waits_on();
-    no_reader_and_no_writer_starves: no_reader_and_no_writer_starves(super::secs(3));
-    #[ignore = "takes a minute"]
-    no_reader_and_no_writer_starves_for_a_minute: no_reader_and_no_writer_starves(super::secs(60));
-    several_keys_in_any_order_do_not_deadlock:
-        several_keys_in_any_order_do_not_deadlock(super::secs(2));
-    #[ignore = "takes two minutes"]
-    several_keys_in_any_order_do_not_deadlock_for_a_minute:
-        several_keys_in_any_order_do_not_deadlock(super::secs(60));
+    a_killed_process_leaves_no_lock_and_no_place,
+    a_paused_process_loses_its_locks_and_waits_on,
+    no_reader_and_no_writer_starves,
+    several_keys_in_any_order_do_not_deadlock,
 }
 
 #[test]
@@ -252,7 +246,8 @@ async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
 }
 
 /// Eight readers in each of four processes, and a writer in two of them.
-async fn no_reader_and_no_writer_starves(store: Store, span: Duration) {
+async fn no_reader_and_no_writer_starves(store: Store) {
+    let span = long_or(secs(60), secs(3));
     const READERS: u32 = 8;
     let mut processes = processes(&store, 4).await;
     let shares = compete(&mut processes, |process| {
@@ -287,7 +282,8 @@ async fn no_reader_and_no_writer_starves(store: Store, span: Duration) {
 }
 
 /// Eight processes take three of six keys.
-async fn several_keys_in_any_order_do_not_deadlock(store: Store, span: Duration) {
+async fn several_keys_in_any_order_do_not_deadlock(store: Store) {
+    let span = long_or(secs(60), secs(2));
     let keys: Vec<String> = (0..6).map(|number| format!("accounts/{number}")).collect();
     let mut processes = processes(&store, 8).await;
     let in_order = CompetedLocks::InOrder { keys: keys.clone(), take: 3 };

@@ -2,8 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::io;
 use std::time::Duration;
+use std::{env, io};
 
 use async_trait::async_trait;
 use registry_testkit::etcd::EtcdServer;
@@ -95,27 +95,28 @@ impl Store {
     }
 }
 
-/// Runs each test on each store, as `name: scenario(arguments)`. The first argument of the scenario
-/// is the store.
+/// Returns `long` with `SERVER_TESTS=long` in the environment, and `short` otherwise.
+pub(crate) fn long_or<T>(long: T, short: T) -> T {
+    match env::var("SERVER_TESTS").as_deref() {
+        Err(_) => short,
+        Ok("long") => long,
+        Ok(other) => panic!("SERVER_TESTS is {other:?}; the only value is \"long\""),
+    }
+}
+
+/// Runs each of these functions on each store, as a test.
 macro_rules! on_each_store {
-    ($($(#[$attribute:meta])* $test:ident: $scenario:ident($($argument:expr),*);)*) => {
-        on_each_store! {
-            @stores [sqlite postgres mariadb redis etcd zookeeper]
-            [$([$(#[$attribute])* $test $scenario $($argument)*])*]
-        }
+    ($($scenario:ident),* $(,)?) => {
+        on_each_store! { @stores [sqlite postgres mariadb redis etcd zookeeper] [$($scenario)*] }
     };
-    (@stores [$($store:ident)*] $tests:tt) => {
-        $(on_each_store! { @tests $store $tests })*
+    (@stores [$($store:ident)*] $scenarios:tt) => {
+        $(on_each_store! { @tests $store $scenarios })*
     };
-    (@tests $store:ident
-        [$([$(#[$attribute:meta])* $test:ident $scenario:ident $($argument:expr)*])*]
-    ) => {
+    (@tests $store:ident [$($scenario:ident)*]) => {
         mod $store {
             $(#[tokio::test]
-            $(#[$attribute])*
-            async fn $test() {
-                let store = $crate::stores::Store::$store().await;
-                super::$scenario(store $(, $argument)*).await;
+            async fn $scenario() {
+                super::$scenario($crate::stores::Store::$store().await).await;
             })*
         }
     };
