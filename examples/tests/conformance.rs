@@ -37,7 +37,7 @@ impl Store for TableStore {
 registry_conformance::conformance! {
     harness = TableHarness,
     runs = 206,
-    skips = 220,
+    skips = 229,
     without = [
         fair,
         fair_on_request,
@@ -45,6 +45,7 @@ registry_conformance::conformance! {
         upgradable,
         permits,
         values,
+        waiters,
         reports_invalidations,
         labels,
         inspect,

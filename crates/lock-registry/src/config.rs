@@ -121,6 +121,12 @@ impl RegistryConfig {
         self
     }
 
+    /// Sets whether a waiter registers in the store after a second, so that it can be listed.
+    pub fn waiters(mut self, register: bool) -> Self {
+        self.code.replace("waiters", register.to_string());
+        self
+    }
+
     /// Sets the pause between two attempts of a waiter, unless a notification ends it.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.replace("poll", format_time(poll));

@@ -111,6 +111,9 @@ pub(crate) async fn open(
     if let Some(fair) = parsed(&options, "fair", parse_switch)? {
         builder = builder.fair(fair);
     }
+    if let Some(waiters) = parsed(&options, "waiters", parse_switch)? {
+        builder = builder.waiters(waiters);
+    }
     if let Some(poll) = parsed(&options, "poll", parse_time)?.or_else(|| store.poll()) {
         builder = builder.poll(poll);
     }

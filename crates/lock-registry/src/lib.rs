@@ -43,9 +43,13 @@ pub use registry_core::{
 };
 
 /// Types that methods of registries, locks and guards return: of locks of several holders or of
-/// several keys (`read`, `semaphore`, `obtain_all`), of `execute_locked`, and of value blocks.
+/// several keys (`read`, `semaphore`, `obtain_all`), of `execute_locked`, of value blocks, and of
+/// lists of waiters.
 pub mod modes {
-    pub use registry_core::{ClaimMode, Executed, LockValue, MultiGuard, MultiLock, Semaphore};
+    pub use registry_core::{
+        ClaimMode, Executed, InvalidClaimMode, LockValue, MultiGuard, MultiLock, Semaphore,
+        WaitingClaim,
+    };
 }
 
 /// Jobs that run once per tick of a schedule, over all processes.
@@ -63,7 +67,7 @@ pub mod backend {
         InvalidationSet, Invalidations, LockAdmin, LockBackend, LockBatch, LockRecord,
         MemoryBackend, NewGrant, PassThroughBackend, Queueing, RecordChange, RecordEntry,
         RegistryBuilder, Release, Renewal, RenewalPolicy, Severity, ValueRead, ValueStore,
-        ValueWrite, Waiter, Waiters, WakeCheck,
+        ValueWrite, Waiter, WaiterStore, Waiters, WakeCheck,
     };
 }
 

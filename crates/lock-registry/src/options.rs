@@ -40,6 +40,12 @@ static DEFAULT_ROWS: &[OptionRow] = &[
         "`false`",
         "whether waiters of all processes get a lock in the order of their arrival",
     ),
+    OptionRow::new(
+        "waiters",
+        Values::Switch,
+        "`true`",
+        "whether a waiter registers in the store after a second, so that it can be listed; no effect on ZooKeeper and etcd",
+    ),
     OptionRow::TIMEOUT,
     OptionRow::new(
         "label",
@@ -380,6 +386,7 @@ mod tests {
             ("lease", "1m 30s"),
             ("renew", "false"),
             ("fair", "true"),
+            ("waiters", "false"),
             ("poll", "250ms"),
             ("handoff", "0"),
             ("timeout", "3s"),

@@ -83,8 +83,8 @@ pub(crate) enum CliCommand {
     Hold(HoldArgs),
     Show(ShowArgs),
     Value(ValueArgs),
-    /// Lists all locks that are held in the namespace
-    List,
+    List(ListArgs),
+    Top(TopArgs),
     Break(BreakArgs),
     Doctor(DoctorArgs),
     Schema(SchemaArgs),
@@ -302,11 +302,35 @@ impl AcquireArgs {
     }
 }
 
-/// Prints the holders of a lock; status 1 if the key is not locked
+/// Prints the holders of a lock, and who waits for it; status 1 if the key is not locked
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
     /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
+}
+
+/// Lists all locks that are held in the namespace
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg list\n  lockreg list --waiters")]
+pub(crate) struct ListArgs {
+    /// Prints who waits, instead of the holders
+    ///
+    /// A process is listed once per key and mode. In stores without a queue, it is listed after it
+    /// has waited for a second.
+    #[arg(long)]
+    pub(crate) waiters: bool,
+}
+
+/// Shows all holders and waiters continuously in the terminal
+///
+/// Keys: arrows select, s sorts by the next column, r reverses the order, / filters by key and
+/// label, enter shows the details of a key, b releases it by force after a confirmation, q quits.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg top\n  lockreg --url redis://HOST top --interval 1s")]
+pub(crate) struct TopArgs {
+    /// The pause between two readings of the store
+    #[arg(long, value_name = "TIME", value_parser = parse_interval, default_value = "100ms")]
+    pub(crate) interval: Duration,
 }
 
 /// Prints the value block of a key; status 1 if it has none
@@ -415,6 +439,15 @@ fn parse_grace(text: &str) -> Result<Duration, String> {
 
 fn parse_bench_time(text: &str) -> Result<Duration, String> {
     parse_bounded_time(text, Duration::from_secs(60 * 60), "set a shorter time")
+}
+
+fn parse_interval(text: &str) -> Result<Duration, String> {
+    match parse_bounded_time(text, Duration::from_secs(60 * 60), "set a shorter interval")? {
+        interval if interval < Duration::from_millis(50) => {
+            Err("it is shorter than the minimum 50ms; set a longer interval".to_owned())
+        }
+        interval => Ok(interval),
+    }
 }
 
 fn parse_bounded_time(text: &str, max: Duration, hint: &str) -> Result<Duration, String> {

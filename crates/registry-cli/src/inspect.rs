@@ -8,8 +8,8 @@ use crate::acquire::close;
 use crate::args::{self, GlobalArgs};
 use crate::exit::{self, CliError};
 use crate::output::{
-    HOLDER_HEADING, HolderView, Output, describe_holder, holder_row, json_to_stdout, printable,
-    table, to_stdout,
+    HOLDER_HEADING, HolderView, Output, WAITER_HEADING, WaiterView, describe_holder, holder_row,
+    json_to_stdout, printable, table, to_stdout, waiter_row,
 };
 use crate::store::StoreConfig;
 
@@ -21,30 +21,62 @@ pub(crate) async fn show(
 ) -> Result<u8, CliError> {
     let key = args::parse_key(&show.key)?;
     let registry = StoreConfig::choose(global)?.open(output).await?;
-    let holders = registry.obtain(key.as_str()).holders().await?;
+    let lock = registry.obtain(key.as_str());
+    let holders = lock.holders().await?;
+    let waiters = if registry.capabilities().waiters { lock.waiters().await? } else { Vec::new() };
     close(&registry).await;
+    let waiter_views: Vec<_> = waiters.iter().map(WaiterView::from).collect();
+    let waiter_table = || match waiters.as_slice() {
+        [] => String::new(),
+        waiters => format!("\n{}", table(WAITER_HEADING, waiters.iter().map(waiter_row))),
+    };
     let Some(first) = holders.first() else {
-        let unlocked = ShowView { first: HolderView::unlocked(key.as_str()), holders: Vec::new() };
-        output.result(&unlocked, || format!("{} is not locked\n", printable(key.as_str())))?;
+        let unlocked = ShowView {
+            first: HolderView::unlocked(key.as_str()),
+            holders: Vec::new(),
+            waiters: waiter_views,
+        };
+        output.result(&unlocked, || {
+            format!("{} is not locked\n{}", printable(key.as_str()), waiter_table())
+        })?;
         return Ok(exit::NEGATIVE);
     };
     let views = holders.iter().map(HolderView::from).collect();
-    let view = ShowView { first: HolderView::from(first), holders: views };
-    output.result(&view, || table(HOLDER_HEADING, holders.iter().map(holder_row)))?;
+    let view = ShowView { first: HolderView::from(first), holders: views, waiters: waiter_views };
+    output.result(&view, || {
+        table(HOLDER_HEADING, holders.iter().map(holder_row)) + &waiter_table()
+    })?;
     Ok(0)
 }
 
-/// The holders of a key as JSON: the fields of the first one, and all of them.
+/// The holders of a key as JSON: the fields of the first one, all of them, and the waiters.
 #[derive(Debug, Serialize)]
 struct ShowView<'a> {
     #[serde(flatten)]
     first: HolderView<'a>,
     holders: Vec<HolderView<'a>>,
+    waiters: Vec<WaiterView<'a>>,
 }
 
 /// `lockreg list`.
-pub(crate) async fn list(global: &GlobalArgs, output: Output) -> Result<u8, CliError> {
+pub(crate) async fn list(
+    global: &GlobalArgs,
+    args: &args::ListArgs,
+    output: Output,
+) -> Result<u8, CliError> {
     let registry = StoreConfig::choose(global)?.open(output).await?;
+    if args.waiters {
+        let waiters = registry.list_waiters().await?;
+        close(&registry).await;
+        let views: Vec<WaiterView<'_>> = waiters.iter().map(WaiterView::from).collect();
+        output.result(&views, || {
+            if waiters.is_empty() {
+                return "no process waits for a lock\n".to_owned();
+            }
+            table(WAITER_HEADING, waiters.iter().map(waiter_row))
+        })?;
+        return Ok(0);
+    }
     let holders = registry.list().await?;
     close(&registry).await;
     let views: Vec<HolderView<'_>> = holders.iter().map(HolderView::from).collect();

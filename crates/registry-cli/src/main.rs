@@ -20,6 +20,8 @@ mod doctor;
 mod inspect;
 mod manual;
 mod schema;
+mod snapshot;
+mod top;
 // Output.
 mod exit;
 mod log;
@@ -91,7 +93,8 @@ fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<
             with_signals(|signals| hold.execute(signals, output))
         }
         CliCommand::Show(show) => block_on(inspect::show(global, &show, output)),
-        CliCommand::List => block_on(inspect::list(global, output)),
+        CliCommand::List(args) => block_on(inspect::list(global, &args, output)),
+        CliCommand::Top(args) => block_on(top::top(global, &args, output)),
         CliCommand::Break(args) => block_on(inspect::break_lock(global, &args, output)),
         CliCommand::Value(value) => block_on(inspect::value(global, &value, output)),
         CliCommand::Doctor(doctor) => block_on(doctor::doctor(global, &doctor, output)),

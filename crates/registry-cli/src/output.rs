@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use lock_registry::Holder;
-use lock_registry::modes::ClaimMode;
+use lock_registry::modes::{ClaimMode, WaitingClaim};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -273,6 +273,48 @@ pub(crate) fn holder_row(holder: &Holder) -> [String; 6] {
         holder.token.map_or_else(unknown, |token| token.to_string()),
         holder.held_for.map_or_else(unknown, format_coarse),
         holder.lease_left.map_or_else(unknown, format_coarse),
+    ]
+}
+
+/// A waiting claim as JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct WaiterView<'a> {
+    key: &'a str,
+    mode: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    units: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    units_of: Option<u32>,
+    label: Option<&'a str>,
+    waited_for_ms: Option<u64>,
+    expires_in_ms: Option<u64>,
+}
+
+impl<'a> From<&'a WaitingClaim> for WaiterView<'a> {
+    fn from(waiter: &'a WaitingClaim) -> Self {
+        Self {
+            key: waiter.key.as_str(),
+            mode: waiter.mode.name(),
+            units: permits(waiter.mode).map(|(take, _)| take),
+            units_of: permits(waiter.mode).map(|(_, of)| of),
+            label: waiter.label.as_deref(),
+            waited_for_ms: waiter.waited_for.map(whole_millis),
+            expires_in_ms: waiter.expires_in.map(whole_millis),
+        }
+    }
+}
+
+/// The columns of a table of waiters.
+pub(crate) const WAITER_HEADING: [&str; 4] = ["KEY", "MODE", "WAITER", "WAITED FOR"];
+
+/// A row of a table of waiters.
+pub(crate) fn waiter_row(waiter: &WaitingClaim) -> [String; 4] {
+    let unknown = || "-".to_owned();
+    [
+        printable(waiter.key.as_str()),
+        waiter.mode.to_string(),
+        waiter.label.as_deref().map_or_else(unknown, printable),
+        waiter.waited_for.map_or_else(unknown, format_coarse),
     ]
 }
 

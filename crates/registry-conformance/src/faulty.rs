@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, FencingToken,
     Finding, Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Release,
-    Renewal, ValueRead, ValueStore, ValueWrite,
+    Renewal, ValueRead, ValueStore, ValueWrite, WaiterStore,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -296,6 +296,11 @@ impl LockBackend for FaultyBackend {
 
     fn values(&self) -> Option<&dyn ValueStore> {
         self.inner.values().map(|_| self as &dyn ValueStore)
+    }
+
+    // No grant depends on the registrations of waiters, so no fault applies to them.
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        self.inner.waiters()
     }
 
     async fn close(&self) {

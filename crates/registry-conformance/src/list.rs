@@ -143,6 +143,17 @@ macro_rules! __for_all_clauses {
                 a_waiter_acquires_the_lock_when_a_separate_process_unlocks_it [remote],
                 a_separate_process_acquires_the_lock_when_it_is_unlocked_here [remote],
             }
+            waiters {
+                a_waiting_claim_is_listed_with_its_key_and_mode [faithful waiters],
+                a_claim_that_gives_up_is_not_listed_any_more [faithful waiters],
+                waiting_claims_of_all_modes_are_listed [faithful waiters shared permits],
+                listed_labels_and_keys_are_unchanged [faithful waiters labels],
+                a_registered_claim_affects_no_grant [faithful waiters handoff],
+                a_registration_lapses_with_its_lease [faithful waiters handoff],
+                namespaces_share_no_waiters [faithful waiters namespaces],
+                a_waiting_caller_is_listed_until_it_gives_up [faithful waiters],
+                a_waiting_caller_that_acquires_the_lock_is_not_listed_any_more [faithful waiters],
+            }
             keys {
                 keys_with_special_characters_are_different_locks [faithful],
                 similar_keys_are_different_locks [faithful],
@@ -530,6 +541,9 @@ macro_rules! need {
     };
     (values) => {
         Need::Values
+    };
+    (waiters) => {
+        Need::Waiters
     };
     (wakes) => {
         Need::Wakes

@@ -31,6 +31,8 @@ pub enum Need {
     Permits,
     /// [`Capabilities::values`].
     Values,
+    /// [`Capabilities::waiters`].
+    Waiters,
     /// [`Capabilities::wakes`].
     Wakes,
     /// [`Capabilities::reports_invalidations`].
@@ -53,7 +55,7 @@ pub enum Need {
 
 impl Need {
     /// All needs, in the order of their declaration.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Faithful,
         Self::Fencing,
         Self::Fair,
@@ -63,6 +65,7 @@ impl Need {
         Self::Upgradable,
         Self::Permits,
         Self::Values,
+        Self::Waiters,
         Self::Wakes,
         Self::ReportsInvalidations,
         Self::Labels,
@@ -87,6 +90,7 @@ impl Need {
             Self::Upgradable => "upgradable",
             Self::Permits => "permits",
             Self::Values => "values",
+            Self::Waiters => "waiters",
             Self::Wakes => "wakes",
             Self::ReportsInvalidations => "reports_invalidations",
             Self::Labels => "labels",
@@ -117,6 +121,7 @@ impl Need {
             Self::Upgradable => Some(capabilities.upgradable),
             Self::Permits => Some(capabilities.permits),
             Self::Values => Some(capabilities.values),
+            Self::Waiters => Some(capabilities.waiters),
             Self::Wakes => Some(capabilities.wakes),
             Self::ReportsInvalidations => Some(capabilities.reports_invalidations),
             Self::Labels => Some(capabilities.labels),

@@ -39,7 +39,7 @@ use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
     Holder, InvalidKey, Key, LockAdmin, LockBackend, Release, Renewal, ValueRead, ValueStore,
-    ValueWrite,
+    ValueWrite, WaiterStore,
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -209,6 +209,11 @@ impl LockBackend for RemoteBackend {
 
     fn values(&self) -> Option<&dyn ValueStore> {
         self.local.values().map(|_| self as &dyn ValueStore)
+    }
+
+    // Registrations belong to no client.
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        self.local.waiters()
     }
 
     async fn close(&self) {

@@ -163,6 +163,11 @@ macro_rules! __ignored {
         #[ignore = "the store has no value blocks"]
         $test
     };
+    (waiters $test:item) => {
+        #[test]
+        #[ignore = "the store does not list waiters"]
+        $test
+    };
     (wakes $test:item) => {
         #[test]
         #[ignore = "the store does not wake waiters"]

@@ -23,6 +23,7 @@ use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::stall_detector::Suspension;
+use crate::waiting_list::Registration;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 ///
@@ -392,6 +393,7 @@ impl Acquisition<'_> {
         let mut wake_limiter = WakeRateLimiter::new();
         let mut holder_changed_at = Moment::now();
         let mut last_token = None;
+        let mut registration = Registration::new(self.local_lock.engine(), pending.claim());
         let mut sent = match first {
             FirstAttempt::At(pause_end) => {
                 (pending, ()) = suspension.during(pending, self.pause(pause_end)).await?;
@@ -449,6 +451,7 @@ impl Acquisition<'_> {
                         pending.claim().clone(),
                         busy,
                         holder_changed_at,
+                        &mut registration,
                     );
                     let woken;
                     (pending, woken) = suspension.during(pending, wait).await?;
@@ -583,13 +586,14 @@ impl Acquisition<'_> {
 }
 
 /// Waits until the next attempt is due. `holder_changed_at` is the time of the last attempt
-/// that found a different holder than the attempt before it.
+/// that found a different holder than the attempt before it. Keeps the registration of the wait.
 pub(crate) async fn wait_for_attempt(
     engine: &Engine,
     deadline: Option<Moment>,
     claim: Claim,
     busy: Busy,
     holder_changed_at: Moment,
+    registration: &mut Registration,
 ) -> Result<WokenBy, LockError> {
     let now = Moment::now();
     let is_mutant = mutated(Mutant::WakeUpOnly);
@@ -612,6 +616,7 @@ pub(crate) async fn wait_for_attempt(
     let wake = engine.backend.wait(&claim, &busy);
     tokio::pin!(wake);
     loop {
+        registration.refresh();
         let now = Moment::now();
         let poll =
             if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };

@@ -1,4 +1,4 @@
-//! The trait that a lock store implements: twelve methods, four of them required.
+//! The trait that a lock store implements: thirteen methods, four of them required.
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
@@ -20,6 +20,7 @@ use crate::invalidation::Invalidations;
 use crate::key::{InvalidKey, Key};
 use crate::mode::ClaimMode;
 use crate::value::ValueStore;
+use crate::waiting_list::WaiterStore;
 
 /// A lock store.
 ///
@@ -54,8 +55,8 @@ use crate::value::ValueStore;
 /// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
-/// no [`LockBatch`], no [`ValueStore`], nothing to close. A backend that wraps another one must
-/// forward all twelve; `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
+/// no [`LockBatch`], no [`ValueStore`], no [`WaiterStore`], nothing to close. A backend that wraps
+/// another one must forward all thirteen; `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
 /// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future
@@ -177,6 +178,13 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// The result never changes. If it is `None`, [`Capabilities::values`] is false.
     fn values(&self) -> Option<&dyn ValueStore> {
+        None
+    }
+
+    /// Returns the claims that wait, if the store can list them. The default is `None`.
+    ///
+    /// The result never changes. If it is `None`, [`Capabilities::waiters`] is false.
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
         None
     }
 

@@ -99,6 +99,9 @@ pub struct Capabilities {
     pub permits: bool,
     /// The store keeps a [value block](crate::LockValue) for each key.
     pub values: bool,
+    /// [`DistributedLock::waiters`](crate::DistributedLock::waiters) and
+    /// [`Registry::list_waiters`](crate::Registry::list_waiters) work.
+    pub waiters: bool,
     /// The poll interval of other programs that share these records, if they poll. The engine then
     /// waits longer before it acquires a contended lock again, so that these programs find it free.
     pub peer_poll: Option<Duration>,
@@ -208,6 +211,7 @@ impl Capabilities {
             upgradable: false,
             permits: false,
             values: false,
+            waiters: false,
             peer_poll: None,
             labels: false,
             inspect: false,
@@ -285,6 +289,14 @@ impl Capabilities {
         self
     }
 
+    /// Sets [`waiters`](Self::waiters): [`LockBackend::waiters`](crate::LockBackend::waiters)
+    /// returns a [`WaiterStore`](crate::WaiterStore).
+    #[must_use]
+    pub const fn with_waiters(mut self) -> Self {
+        self.waiters = true;
+        self
+    }
+
     /// Sets [`peer_poll`](Self::peer_poll): programs other than this library share these records
     /// and poll at this interval.
     #[must_use]
@@ -350,6 +362,7 @@ impl Capabilities {
             upgradable: self.upgradable && other.upgradable,
             permits: self.permits && other.permits,
             values: self.values && other.values,
+            waiters: self.waiters && other.waiters,
             peer_poll: self.peer_poll.max(other.peer_poll),
             labels: self.labels && other.labels,
             inspect: self.inspect && other.inspect,

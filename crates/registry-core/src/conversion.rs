@@ -12,6 +12,7 @@ use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
 use crate::release::{PendingRelease, release_in_background};
+use crate::waiting_list::Registration;
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released
@@ -143,6 +144,7 @@ impl Conversion {
         let key = claim.key().clone();
         let mut failures = 0;
         let waits_since = Moment::now();
+        let mut registration = Registration::new(&engine, &claim);
         // Ends with the conversion, at the deadline, with a permanent error, or with the lease.
         loop {
             if let Some(reason) = grant.loss() {
@@ -176,8 +178,14 @@ impl Conversion {
                     if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
                         return self.withdraw_upgrade().await;
                     }
-                    let wait =
-                        wait_for_attempt(&engine, deadline, claim.clone(), busy, waits_since);
+                    let wait = wait_for_attempt(
+                        &engine,
+                        deadline,
+                        claim.clone(),
+                        busy,
+                        waits_since,
+                        &mut registration,
+                    );
                     tokio::select! {
                         biased;
                         reason = grant.lost() => return Err(lost_error(&key, reason)),

@@ -27,6 +27,7 @@ use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::panic_safe::{catch_panic, discard_panic};
 use crate::schedule::Schedule;
 use crate::siblings::SiblingEntry;
+use crate::waiting_list::WaitingClaim;
 
 /// The result of the first poll of a request: the store's response, or the call if it is pending.
 pub(crate) type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
@@ -122,6 +123,30 @@ impl Engine {
             return Ok(());
         }
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
+    }
+
+    /// Returns whether claims that wait are registered in the store.
+    pub(crate) fn registers_waiters(&self) -> bool {
+        let Capabilities { waiters, fair, .. } = self.capabilities;
+        self.defaults.waiters && waiters && !fair
+    }
+
+    /// Returns the claims that wait for `key`, or for any key, the longest wait first.
+    pub(crate) async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, LockError> {
+        if !self.capabilities.waiters || self.backend.waiters().is_none() {
+            let store = self.capabilities.store;
+            return Err(LockError::Unsupported { capability: "waiters", store });
+        }
+        let (backend, wanted) = (Arc::clone(&self.backend), key.cloned());
+        let listed = Box::pin(async move {
+            match backend.waiters() {
+                Some(waiters) => waiters.waiting(wanted.as_ref()).await,
+                None => Ok(Vec::new()),
+            }
+        });
+        let mut waiting = self.query("list waiters", key.map_or("*", Key::as_str), listed).await?;
+        waiting.sort_by(|a, b| a.key.cmp(&b.key).then(b.waited_for.cmp(&a.waited_for)));
+        Ok(waiting)
     }
 
     /// Records that a claim could not be released, so that it ends with its lease.

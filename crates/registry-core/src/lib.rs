@@ -72,6 +72,7 @@ mod pass_through;
 mod queue_modes;
 mod record;
 mod waiters;
+mod waiting_list;
 // Configuration of backends.
 pub mod config;
 // Adapters.
@@ -96,7 +97,7 @@ pub use invalidation::{InvalidationSet, Invalidations};
 pub use key::{InvalidKey, Key};
 pub use lock::DistributedLock;
 pub use memory::MemoryBackend;
-pub use mode::ClaimMode;
+pub use mode::{ClaimMode, InvalidClaimMode};
 pub use multi::{MultiGuard, MultiLock};
 #[cfg(lock_registry_mutants)]
 pub use mutant::{Mutant, switch_mutant};
@@ -112,3 +113,4 @@ pub use routing::RoutingRegistry;
 pub use semaphore::Semaphore;
 pub use value::{LockValue, ValueRead, ValueStore, ValueWrite};
 pub use waiters::{Waiter, Waiters};
+pub use waiting_list::{WaiterStore, WaitingClaim};

@@ -12,6 +12,7 @@ use crate::key::InvalidKey;
 use crate::local_lock::LocalLock;
 use crate::mode::ClaimMode;
 use crate::options::LockOptions;
+use crate::waiting_list::WaitingClaim;
 
 /// A lock: one key of a registry.
 ///
@@ -409,6 +410,29 @@ impl DistributedLock {
             }
         });
         engine.query("inspect", local_lock.key().as_str(), inspected).await
+    }
+
+    /// Returns the claims that wait for this lock, of this and all other clients, the longest wait
+    /// first.
+    ///
+    /// Each registry has at most one waiting claim per key and mode, however many of its callers
+    /// wait. In a store without a queue, a claim is listed once it has waited for about a second,
+    /// if its registry [registers](crate::RegistryBuilder::waiters) its waiters.
+    ///
+    /// # Errors
+    /// [`LockError::Unsupported`] if the store cannot list waiters; [`LockError::Backend`];
+    /// [`LockError::InvalidKey`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn waiters(&self) -> Result<Vec<WaitingClaim>, LockError> {
+        let local_lock = self.local_lock()?;
+        let engine = local_lock.engine();
+        engine.backend.check_key(local_lock.key())?;
+        engine.waiting(Some(local_lock.key())).await
     }
 
     pub(crate) fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {

@@ -26,6 +26,7 @@ use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::record::{LockRecord, RecordEntry};
 use crate::value::{LockValue, ValueRead, ValueStore, ValueWrite};
+use crate::waiting_list::{WaiterStore, WaitingClaim};
 
 /// A lock store in the memory of this process. Clones are the same store.
 ///
@@ -51,6 +52,7 @@ struct Records {
     grants: AtomicU64,
     sweep_after: AtomicU64,
     values: DashMap<Key, LockValue>,
+    waiting: DashMap<(Key, ClaimId), RegisteredWait>,
     /// The registries over this store.
     registries: InvalidationSet,
 }
@@ -78,6 +80,15 @@ struct ExclusiveGrant {
     label: Option<Arc<str>>,
     /// Notifies the waiters for the end of this record.
     ended: Option<Arc<Notify>>,
+}
+
+/// A registered claim that waits.
+struct RegisteredWait {
+    mode: ClaimMode,
+    label: Option<Arc<str>>,
+    registered_at: Moment,
+    waited_before: Duration,
+    until: Moment,
 }
 
 impl MemoryBackend {
@@ -241,6 +252,7 @@ impl LockBackend for MemoryBackend {
             .with_upgradable()
             .with_permits()
             .with_values()
+            .with_waiters()
             .with_fair_on_request()
             .with_wakes()
             .with_invalidations()
@@ -315,6 +327,50 @@ impl LockBackend for MemoryBackend {
 
     fn values(&self) -> Option<&dyn ValueStore> {
         Some(self)
+    }
+
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl WaiterStore for MemoryBackend {
+    async fn register(&self, claim: &Claim, waited_for: Duration) -> Result<(), BackendError> {
+        let now = Moment::now();
+        let wait = RegisteredWait {
+            mode: claim.mode(),
+            label: claim.label().map(Arc::from),
+            registered_at: now,
+            waited_before: waited_for,
+            until: now.after(claim.lease()),
+        };
+        self.0.waiting.retain(|_, wait| now < wait.until);
+        self.0.waiting.insert((claim.key().clone(), claim.id()), wait);
+        Ok(())
+    }
+
+    async fn unregister(&self, claim: &Claim) -> Result<(), BackendError> {
+        self.0.waiting.remove(&(claim.key().clone(), claim.id()));
+        Ok(())
+    }
+
+    async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
+        let now = Moment::now();
+        let registered = self
+            .0
+            .waiting
+            .iter()
+            .filter(|it| now < it.until && key.is_none_or(|key| *key == it.key().0));
+        Ok(registered
+            .map(|it| {
+                let waited_for = it.waited_before + now.since(it.registered_at);
+                WaitingClaim::new(it.key().0.clone())
+                    .with_mode(it.mode)
+                    .with_label(it.label.as_deref().map(str::to_owned))
+                    .with_times(Some(waited_for), Some(it.until.since(now)))
+            })
+            .collect())
     }
 }
 

@@ -1,6 +1,7 @@
 //! The mode of a claim: which other claims may hold its key.
 
 use std::fmt;
+use std::str::FromStr;
 
 /// Which other claims may hold the same key at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -66,6 +67,46 @@ impl fmt::Display for ClaimMode {
         match self {
             Self::Permits { take, of } => write!(f, "permits {take} of {of}"),
             _ => f.write_str(self.name()),
+        }
+    }
+}
+
+/// Parses what `Display` writes.
+impl FromStr for ClaimMode {
+    type Err = InvalidClaimMode;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let permits = || {
+            let (take, of) = text.strip_prefix("permits ")?.split_once(" of ")?;
+            Some(Self::Permits { take: take.parse().ok()?, of: of.parse().ok()? })
+        };
+        match text {
+            "exclusive" => Ok(Self::Exclusive),
+            "shared" => Ok(Self::Shared),
+            "upgradable" => Ok(Self::Upgradable),
+            _ => permits().ok_or(InvalidClaimMode),
+        }
+    }
+}
+
+/// The error of a text that is not the mode of a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a claim mode; write exclusive, shared, upgradable, or permits N of M")]
+#[non_exhaustive]
+pub struct InvalidClaimMode;
+
+#[cfg(test)]
+mod tests {
+    use super::ClaimMode;
+
+    #[test]
+    fn a_formatted_mode_is_parsed_and_other_text_is_not() {
+        let permits = ClaimMode::Permits { take: 2, of: 10 };
+        for mode in [ClaimMode::Exclusive, ClaimMode::Shared, ClaimMode::Upgradable, permits] {
+            assert_eq!(mode.to_string().parse(), Ok(mode));
+        }
+        for text in ["", "permits", "permits 2", "permits -1 of 2", "Shared"] {
+            assert!(text.parse::<ClaimMode>().is_err(), "{text:?}");
         }
     }
 }

@@ -143,6 +143,8 @@ pub(crate) struct Defaults {
     pub(crate) label: Option<Arc<str>>,
     /// Whether waiters queue in the store, see [`LockOptions::fair`].
     pub(crate) fair: bool,
+    /// Whether waiters are registered in stores without a queue.
+    pub(crate) waiters: bool,
     /// The store's address, for errors of calls without a response.
     pub(crate) address: Option<Arc<str>>,
 }

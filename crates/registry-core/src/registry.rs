@@ -34,6 +34,7 @@ use crate::panic_safe::with_panic_safe_waker;
 use crate::renewer::LeaseRenewer;
 use crate::schedule::Schedule;
 use crate::siblings::SiblingEntry;
+use crate::waiting_list::WaitingClaim;
 
 /// Provides locks by key, independent of the store. Framework code holds an
 /// `Arc<dyn LockRegistry>`.
@@ -166,6 +167,7 @@ impl Registry {
                 operation_timeout: Defaults::OPERATION_TIMEOUT,
                 label: None,
                 fair: false,
+                waiters: true,
                 address: None,
             },
             observers: Observers::default(),
@@ -228,6 +230,18 @@ impl Registry {
         let mut holders = self.engine.query("list", "*", listed).await?;
         holders.sort_by(|a, b| a.key.cmp(&b.key));
         Ok(holders)
+    }
+
+    /// Returns the claims that wait for any key, of this and all other clients, sorted by key and by
+    /// the time they have waited, the longest first. See [`DistributedLock::waiters`].
+    ///
+    /// # Errors
+    /// [`LockError::Unsupported`] if the store cannot list waiters; [`LockError::Backend`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub async fn list_waiters(&self) -> Result<Vec<WaitingClaim>, LockError> {
+        self.engine.waiting(None).await
     }
 
     /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's
@@ -497,6 +511,16 @@ impl RegistryBuilder {
     /// See [`LockOptions::fair`]. Default: false.
     pub fn fair(mut self, fair: bool) -> Self {
         self.defaults.fair = fair;
+        self
+    }
+
+    /// Sets whether this registry registers its waiters in the store, so that
+    /// [`DistributedLock::waiters`] of all clients returns them. Default: true. A wait of less than
+    /// a second is never registered. A longer one costs one request per third of the lease, and one
+    /// at its end. A store with a [queue](crate::Capabilities::fair) lists its waiters without
+    /// these requests, and ignores this setting.
+    pub fn waiters(mut self, register: bool) -> Self {
+        self.defaults.waiters = register;
         self
     }
 

@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore,
+    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore, WaiterStore, WaitingClaim,
 };
 
 use crate::claims::ClaimCache;
@@ -142,6 +142,40 @@ impl EtcdBackend {
         Ok(holders)
     }
 
+    /// Returns the entries of all queues of this namespace, in the order of their creation.
+    async fn queues(&self) -> Result<Vec<(Key, Vec<KeyValue>)>, BackendError> {
+        // The keys of a queue are contiguous, so one pass over the pages finds all entries of each
+        // queue.
+        let mut queues: Vec<(Key, Vec<KeyValue>)> = Vec::new();
+        let mut start_key = Vec::new();
+        loop {
+            // Each page reads the current revision. The members may have compacted the revision of
+            // the first page.
+            let page = self.range(self.namespace_range(start_key)).await?;
+            start_key =
+                page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
+            let has_more = page.more && !start_key.is_empty();
+            for found in page.kvs {
+                // Keys without a lease belong to other programs.
+                let Some(key) = self.names.parse_key(&found.key).filter(|_| found.lease != 0)
+                else {
+                    continue;
+                };
+                match queues.last_mut() {
+                    Some((last, entries)) if *last == key => entries.push(found),
+                    _ => queues.push((key, vec![found])),
+                }
+            }
+            if !has_more {
+                break;
+            }
+        }
+        for (_, entries) in &mut queues {
+            entries.sort_by_key(|entry| entry.create_revision);
+        }
+        Ok(queues)
+    }
+
     /// Returns a range request for the keys of this namespace from `start_key` on. An empty
     /// `start_key` requests all keys. The request has no sort order. Members return keys in order
     /// anyway, but read all keys for each page of a sorted request.
@@ -196,6 +230,10 @@ impl LockBackend for EtcdBackend {
         Some(self)
     }
 
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        Some(self)
+    }
+
     fn values(&self) -> Option<&dyn ValueStore> {
         self.capabilities().values.then_some(self)
     }
@@ -221,34 +259,7 @@ impl LockAdmin for EtcdBackend {
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        // The keys of a queue are contiguous, so one pass over the pages finds all entries of each
-        // queue.
-        let mut queues: Vec<(Key, Vec<KeyValue>)> = Vec::new();
-        let mut start_key = Vec::new();
-        loop {
-            // Each page reads the current revision. The members may have compacted the revision of
-            // the first page.
-            let page = self.range(self.namespace_range(start_key)).await?;
-            start_key =
-                page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
-            let has_more = page.more && !start_key.is_empty();
-            for found in page.kvs {
-                // Keys without a lease belong to other programs.
-                let Some(key) = self.names.parse_key(&found.key).filter(|_| found.lease != 0)
-                else {
-                    continue;
-                };
-                match queues.last_mut() {
-                    Some((last, entries)) if *last == key => entries.push(found),
-                    _ => queues.push((key, vec![found])),
-                }
-            }
-            if !has_more {
-                break;
-            }
-        }
-        let granted = queues.into_iter().flat_map(|(key, mut entries)| {
-            entries.sort_by_key(|entry| entry.create_revision);
+        let granted = self.queues().await?.into_iter().flat_map(|(key, entries)| {
             modes::granted(entries).into_iter().map(move |entry| (key.clone(), entry))
         });
         self.holders_of(&granted.collect::<Vec<_>>()).await
@@ -285,6 +296,32 @@ impl LockAdmin for EtcdBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.check_members().await
+    }
+}
+
+/// The claims that wait are in the queues, so no claim needs a registration.
+#[async_trait]
+impl WaiterStore for EtcdBackend {
+    async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
+        let queues = match key {
+            Some(key) => {
+                let entries = txn::entries(&self.names.queue_prefix(key));
+                vec![(key.clone(), self.range(entries).await?.kvs)]
+            }
+            None => self.queues().await?,
+        };
+        let waiting = queues.into_iter().flat_map(|(key, entries)| {
+            modes::waiting(entries).into_iter().map(move |entry| (key.clone(), entry))
+        });
+        let waiting = self.holders_of(&waiting.collect::<Vec<_>>()).await?;
+        // The entry of a waiting claim has the same fields as that of a holder.
+        let to_waiting = |entry: Holder| {
+            WaitingClaim::new(entry.key)
+                .with_mode(entry.mode)
+                .with_label(entry.label)
+                .with_times(entry.held_for, entry.lease_left)
+        };
+        Ok(waiting.into_iter().map(to_waiting).collect())
     }
 }
 

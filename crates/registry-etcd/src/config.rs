@@ -357,6 +357,7 @@ impl BackendConfig for EtcdConfig {
             .with_invalidations()
             .with_labels()
             .with_inspect()
+            .with_waiters()
             .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
             .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER))
     }

@@ -590,6 +590,16 @@ pub(crate) fn granted(entries: Vec<KeyValue>) -> Vec<KeyValue> {
         .collect()
 }
 
+/// Returns the entries that wait: the claims that are not granted, and the upgrade requests.
+pub(crate) fn waiting(entries: Vec<KeyValue>) -> Vec<KeyValue> {
+    let granted = granted_entries(&modes(&entries));
+    entries
+        .into_iter()
+        .zip(granted)
+        .filter_map(|(entry, granted)| (!granted).then_some(entry))
+        .collect()
+}
+
 /// Returns the granted entries and the upgrade requests of a queue.
 pub(crate) fn granted_or_upgrading(entries: Vec<KeyValue>) -> Vec<KeyValue> {
     let is_request = |entry: &KeyValue| EntryRecord::of(entry).entry == QueuedEntry::UpgradeRequest;

@@ -20,7 +20,7 @@ impl Harness for SqliteHarness {
 
 registry_conformance::conformance! {
     harness = SqliteHarness,
-    runs = 413,
+    runs = 422,
     skips = 13,
     without = [fair, reports_invalidations, remote],
 }

@@ -88,7 +88,7 @@ impl Store for SqliteProcessesStore {
 
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
-    runs = 419,
+    runs = 428,
     skips = 7,
     without = [fair, reports_invalidations],
 }

@@ -11,7 +11,8 @@ use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, FencingToken,
     Finding, Grant, Holder, InvalidKey, Invalidations, Key, LockAdmin, LockBackend, LockBatch,
-    Release, Renewal, RenewalPolicy, ValueRead, ValueStore, ValueWrite, WakeCheck,
+    Release, Renewal, RenewalPolicy, ValueRead, ValueStore, ValueWrite, WaiterStore, WaitingClaim,
+    WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -241,6 +242,10 @@ impl LockBackend for RedisBackend {
         }
     }
 
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        self.config.capabilities().waiters.then_some(self)
+    }
+
     fn values(&self) -> Option<&dyn ValueStore> {
         self.config.capabilities().values.then_some(self)
     }
@@ -363,6 +368,25 @@ impl ValueStore for RedisBackend {
             Storage::Quorum(_) => Err(values_in_quorum()),
         }
         .map_err(|error| self.with_address(error))
+    }
+}
+
+/// Only a single store has waiters. The engine never calls these methods of a quorum.
+#[async_trait]
+impl WaiterStore for RedisBackend {
+    async fn register(&self, claim: &Claim, waited_for: Duration) -> Result<(), BackendError> {
+        let Storage::Single(store) = &*self.storage else { return Ok(()) };
+        store.register(claim, waited_for).await.map_err(|error| self.with_address(error))
+    }
+
+    async fn unregister(&self, claim: &Claim) -> Result<(), BackendError> {
+        let Storage::Single(store) = &*self.storage else { return Ok(()) };
+        store.unregister(claim).await.map_err(|error| self.with_address(error))
+    }
+
+    async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
+        let Storage::Single(store) = &*self.storage else { return Ok(Vec::new()) };
+        store.waiting(key).await.map_err(|error| self.with_address(error))
     }
 }
 

@@ -888,6 +888,7 @@ impl BackendConfig for RedisConfig {
                     .with_upgradable()
                     .with_permits()
                     .with_values()
+                    .with_waiters()
                     .with_fair_on_request();
             }
         }

@@ -37,6 +37,7 @@ mod slot;
 mod script;
 mod several;
 mod values;
+mod waiting;
 mod record;
 mod connections;
 mod listener;

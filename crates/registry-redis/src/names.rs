@@ -89,6 +89,12 @@ impl RedisKeyNames {
         [lock, ":value"].concat()
     }
 
+    /// Returns the key that stores the claims that wait for `lock`. Only the native layout has such
+    /// keys.
+    pub(crate) fn waiters_key(&self, lock: &str) -> String {
+        [lock, WAITERS_SUFFIX].concat()
+    }
+
     /// Returns the channel on which releases of `lock` are published.
     pub(crate) fn channel<'a>(&self, lock: &'a str) -> Cow<'a, str> {
         match self.layout {
@@ -193,6 +199,16 @@ impl RedisKeyNames {
         pattern + if self.layout == Layout::Native { "*}" } else { "*" }
     }
 
+    /// As [`scan_pattern`](Self::scan_pattern), for the keys that store waiting claims.
+    pub(crate) fn waiters_scan_pattern(&self) -> String {
+        self.scan_pattern() + WAITERS_SUFFIX
+    }
+
+    /// Returns the key of the lock if `name` is the Redis key that stores its waiting claims.
+    pub(crate) fn parse_waiters_key(&self, name: &str) -> Option<Key> {
+        self.parse_key(name.strip_suffix(WAITERS_SUFFIX)?)
+    }
+
     /// Returns the Redis type of the value that stores a lock.
     pub(crate) const fn value_type(&self) -> &'static str {
         match self.layout {
@@ -235,6 +251,7 @@ fn redisson_name(prefix: &str, name: &str) -> String {
     if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
+const WAITERS_SUFFIX: &str = ":waiters";
 /// The prefix of token keys in the layouts of other libraries.
 const TOKEN_PREFIX: &str = "lock-registry:token:";
 /// The prefix of the token keys of fenced resources.

@@ -35,6 +35,12 @@ pub(crate) struct Scripts {
     pub(crate) value: Script,
     /// Writes the value block of a lock that a claim holds.
     pub(crate) set_value: Script,
+    /// Registers a claim that waits.
+    pub(crate) register_waiter: Script,
+    /// Removes the registration of a claim.
+    pub(crate) unregister_waiter: Script,
+    /// Returns the registered claims of a lock.
+    pub(crate) waiters: Script,
     /// Stores the token that a majority has agreed on.
     pub(crate) store_token: Script,
     /// Releases a claim's grant if one quorum round wrote it, and publishes the release.
@@ -90,6 +96,9 @@ impl Scripts {
             inspect: with_failure(include_str!("script/inspect.lua")),
             value: Script::new(include_str!("script/value.lua").to_owned()),
             set_value: script(include_str!("script/set_value.lua")),
+            register_waiter: script(include_str!("script/register_waiter.lua")),
+            unregister_waiter: Script::new(include_str!("script/unregister_waiter.lua").to_owned()),
+            waiters: Script::new(include_str!("script/waiters.lua").to_owned()),
             store_token: script(include_str!("script/store_token.lua")),
             withdraw: script(include_str!("script/withdraw.lua")),
         }

@@ -527,20 +527,44 @@ impl RedisStore {
 
     /// Returns the holders of all locks in the namespace.
     pub(crate) async fn list(&self) -> Result<Vec<ClaimHolder>, BackendError> {
+        let (pattern, value_type) = (self.names.scan_pattern(), self.names.value_type());
+        let keys = self.scan_all(&pattern, value_type, |name| self.names.parse_key(name)).await?;
+        self.inspect_keys(&keys).await
+    }
+
+    /// Returns the keys in the namespace for which claims wait.
+    pub(crate) async fn keys_with_waiters(&self) -> Result<Vec<Key>, BackendError> {
+        let pattern = self.names.waiters_scan_pattern();
+        self.scan_all(&pattern, "hash", |name| self.names.parse_waiters_key(name)).await
+    }
+
+    /// Scans all servers for names that match `pattern`. Returns their keys, sorted.
+    async fn scan_all(
+        &self,
+        pattern: &str,
+        value_type: &str,
+        parse_name: impl Fn(&str) -> Option<Key>,
+    ) -> Result<Vec<Key>, BackendError> {
         let nodes = self.connections.nodes().await?;
-        let scans = nodes.iter().map(|node| self.scan(node));
+        let scans = nodes.iter().map(|node| self.scan(node, pattern, value_type));
         let mut keys: Vec<Key> = Vec::new();
         for found in join_all(scans).await {
-            keys.extend(found?);
+            let names = found?.into_iter();
+            keys.extend(names.filter_map(|name| parse_name(std::str::from_utf8(&name).ok()?)));
         }
         // SCAN may return a key twice during a rehash or a slot migration.
         keys.sort();
         keys.dedup();
-        self.inspect_keys(&keys).await
+        Ok(keys)
     }
 
-    async fn scan(&self, node: &Arc<RedisNode>) -> Result<Vec<Key>, BackendError> {
-        let mut keys = Vec::new();
+    async fn scan(
+        &self,
+        node: &Arc<RedisNode>,
+        pattern: &str,
+        value_type: &str,
+    ) -> Result<Vec<Vec<u8>>, BackendError> {
+        let mut found = Vec::new();
         let mut cursor = 0_u64;
         let started_at = Instant::now();
         // Each SCAN call visits a bounded part of the database, so other clients are not blocked.
@@ -548,19 +572,18 @@ impl RedisStore {
             let scan = redis::cmd("SCAN")
                 .arg(cursor)
                 .arg("MATCH")
-                .arg(self.names.scan_pattern())
+                .arg(pattern)
                 .arg("COUNT")
                 .arg(SCAN_COUNT)
                 .arg("TYPE")
-                .arg(self.names.value_type())
+                .arg(value_type)
                 .to_owned();
             let (next_cursor, names): (u64, Vec<Vec<u8>>) =
                 parse_response(self.connections.send_command(node, &scan).await?)?;
-            let parse_key = |name: Vec<u8>| self.names.parse_key(std::str::from_utf8(&name).ok()?);
-            keys.extend(names.into_iter().filter_map(parse_key));
+            found.extend(names);
             cursor = next_cursor;
             if cursor == 0 {
-                return Ok(keys);
+                return Ok(found);
             }
             // A proxy may never return cursor 0. The engine's shorter time-out is over at this
             // point.
@@ -720,6 +743,6 @@ const SCAN_COUNT: usize = 500;
 /// all keys of the script at each read.
 const KEYS_PER_INSPECTION: usize = 20;
 /// The number of concurrent calls of the inspect script.
-const INSPECTIONS_MAX: usize = 32;
+pub(crate) const INSPECTIONS_MAX: usize = 32;
 /// The time limit for listing all locks: ten times the engine's default time-out.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -9,7 +9,8 @@ use futures_util::future::join_all;
 use registry_core::config::{BackendConfig as _, OpenBackend, format_time};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore, WakeCheck,
+    Key, LockAdmin, LockBackend, Release, Renewal, ValueStore, WaiterStore, WaitingClaim,
+    WakeCheck,
 };
 
 use crate::config::{ZkConfig, lease_max, misconfigured};
@@ -228,6 +229,10 @@ impl LockBackend for ZkBackend {
         Some(self)
     }
 
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        Some(self)
+    }
+
     fn values(&self) -> Option<&dyn ValueStore> {
         self.capabilities().values.then_some(self)
     }
@@ -256,6 +261,14 @@ impl LockAdmin for ZkBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.run_diagnostics().await.map_err(|error| self.with_address(error))
+    }
+}
+
+/// The claims that wait are in the queues, so no claim needs a registration.
+#[async_trait]
+impl WaiterStore for ZkBackend {
+    async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
+        self.waiting_claims(key).await.map_err(|error| self.with_address(error))
     }
 }
 

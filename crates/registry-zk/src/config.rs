@@ -697,6 +697,7 @@ impl BackendConfig for ZkConfig {
         };
         capabilities
             .with_renewal(renewal)
+            .with_waiters()
             .with_fencing()
             .with_fair()
             .with_wakes()

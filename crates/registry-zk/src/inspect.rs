@@ -1,14 +1,16 @@
-//! Inspects locks for administrators and releases locks by force. `backend` calls this module.
+//! Lists the holders and waiters of locks for administrators, and releases locks by force. `backend` calls this module.
 
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::try_join_all;
-use registry_core::{BackendError, BackendErrorKind, Holder, Key, Release};
+use registry_core::{BackendError, BackendErrorKind, Holder, Key, Release, WaitingClaim};
 use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::read_holders;
+use crate::node_data::{decode_label, decode_other_mode, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};
 use crate::semaphore;
@@ -18,70 +20,138 @@ impl ZkBackend {
     /// Returns the holders of `key`, in the order of their tokens.
     pub(crate) async fn holders_of(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        self.read_holders(&session, key).await
+        self.read_holders(&session, key.clone()).await
     }
 
     async fn read_holders(
         &self,
         session: &Arc<ZkSession>,
-        key: &Key,
+        key: Key,
     ) -> Result<Vec<Holder>, BackendError> {
-        let dir = self.paths().node_path(key);
+        let dir = self.paths().node_path(&key);
         if self.paths().is_semaphore() {
-            return Ok(semaphore::read_holders(session, key, &dir).await?.holders);
+            return Ok(semaphore::read_holders(session, &key, &dir).await?.holders);
         }
-        Ok(read_holders(session, &dir).await?.holders(key))
+        Ok(read_holders(session, &dir).await?.holders(&key))
     }
 
-    /// Returns the holders of all keys below the base that this login may read. Nested layouts are
-    /// searched to any depth.
+    /// Returns the holders of all keys below the base that this login may read.
     pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        let base = self.paths().base();
-        let mut holders = Vec::new();
-        let mut keys = read_children_or_empty(&session, base).await?;
-        while !keys.is_empty() {
-            let mut nested = Vec::new();
-            for chunk in keys.chunks(CONCURRENT_READS) {
-                let requests =
-                    chunk.iter().map(|relative_path| self.inspect_key(&session, relative_path));
-                for (held, relative_path) in try_join_all(requests).await? {
-                    holders.extend(held);
-                    nested.extend(relative_path);
-                }
-            }
-            keys = nested;
-        }
-        Ok(holders)
+        self.for_each_key(&session, |key| self.read_holders(&session, key)).await
     }
 
-    /// Returns the holders of the key at `relative_path`, relative to the base, and the paths of
-    /// possible keys below this key.
-    async fn inspect_key(
+    /// Returns the claims that wait for `key`, or for any key that this login may read.
+    pub(crate) async fn waiting_claims(
+        &self,
+        key: Option<&Key>,
+    ) -> Result<Vec<WaitingClaim>, BackendError> {
+        let session = self.sessions().get_or_open().await?;
+        match key {
+            Some(key) => self.read_waiting(&session, key.clone()).await,
+            None => self.for_each_key(&session, |key| self.read_waiting(&session, key)).await,
+        }
+    }
+
+    async fn read_waiting(
+        &self,
+        session: &Arc<ZkSession>,
+        key: Key,
+    ) -> Result<Vec<WaitingClaim>, BackendError> {
+        let is_semaphore = self.paths().is_semaphore();
+        let queue = self.paths().queue_path(&key);
+        let names = if is_semaphore {
+            semaphore::read_waiting(session, &queue).await?
+        } else {
+            read_holders(session, &queue).await?.into_waiting()
+        };
+        let mut waiting = Vec::with_capacity(names.len());
+        for chunk in names.chunks(CONCURRENT_READS) {
+            let reads = chunk.iter().map(async |name| {
+                let path = format!("{queue}/{name}");
+                let client = session.client();
+                session.with_request_timeout(client.get_data(&path)).await
+            });
+            for (name, read) in chunk.iter().zip(try_join_all(reads).await?) {
+                let (data, stat) = match read {
+                    Ok(read) => read,
+                    // The claim was granted or has left the queue, or the login may not read it.
+                    Err(Error::NoNode | Error::NoAuth) => continue,
+                    Err(error) => return Err(to_backend_error(&error)),
+                };
+                let mode = if is_semaphore {
+                    decode_semaphore_mode(&data)
+                } else {
+                    decode_other_mode(name, &data, &stat).mode
+                };
+                waiting.push(
+                    WaitingClaim::new(key.clone())
+                        .with_mode(mode)
+                        .with_label(decode_label(&data))
+                        .with_times(since(stat.ctime), None),
+                );
+            }
+        }
+        Ok(waiting)
+    }
+
+    /// Calls `read` for each possible key below the base, and returns all results. Nested layouts
+    /// are searched to any depth.
+    async fn for_each_key<T, F>(
+        &self,
+        session: &Arc<ZkSession>,
+        read: impl Fn(Key) -> F + Sync,
+    ) -> Result<Vec<T>, BackendError>
+    where
+        T: Send,
+        F: Future<Output = Result<Vec<T>, BackendError>> + Send,
+    {
+        let mut all = Vec::new();
+        let mut paths = read_children_or_empty(session, self.paths().base()).await?;
+        while !paths.is_empty() {
+            let mut nested = Vec::new();
+            for chunk in paths.chunks(CONCURRENT_READS) {
+                let requests = chunk.iter().map(async |relative_path| {
+                    let Some(key) = self.paths().parse_key(relative_path) else {
+                        return Ok::<_, BackendError>((Vec::new(), Vec::new()));
+                    };
+                    let dir = self.paths().node_path(&key);
+                    match read(key).await {
+                        // The login may not read this key. The other keys must still be listed.
+                        Err(error) if error.kind() == BackendErrorKind::Denied => {
+                            Ok((Vec::new(), Vec::new()))
+                        }
+                        found => {
+                            Ok((found?, self.nested_keys(session, relative_path, &dir).await?))
+                        }
+                    }
+                });
+                for (found, relative_paths) in try_join_all(requests).await? {
+                    all.extend(found);
+                    nested.extend(relative_paths);
+                }
+            }
+            paths = nested;
+        }
+        Ok(all)
+    }
+
+    /// Returns the paths of possible keys below the key at `relative_path`, relative to the base.
+    async fn nested_keys(
         &self,
         session: &Arc<ZkSession>,
         relative_path: &str,
-    ) -> Result<(Vec<Holder>, Vec<String>), BackendError> {
-        let Some(key) = self.paths().parse_key(relative_path) else {
-            return Ok((Vec::new(), Vec::new()));
-        };
-        let dir = self.paths().node_path(&key);
-        let held = match self.read_holders(session, &key).await {
-            // The login may not read this key. The other keys must still be listed.
-            Err(error) if error.kind() == BackendErrorKind::Denied => {
-                return Ok((Vec::new(), Vec::new()));
-            }
-            held => held?,
-        };
+        dir: &str,
+    ) -> Result<Vec<String>, BackendError> {
         if !self.paths().has_nested_keys() {
-            return Ok((held, Vec::new()));
+            return Ok(Vec::new());
         }
-        let mut nested = read_children_or_empty(session, &dir).await?;
+        let mut nested = read_children_or_empty(session, dir).await?;
         let is_semaphore = self.paths().is_semaphore();
         let is_of_semaphore = |name: &str| is_semaphore && [QUEUE, LEASES].contains(&name);
         nested.retain(|name| !is_contender(name) && !is_of_semaphore(name));
         nested.iter_mut().for_each(|name| *name = format!("{relative_path}/{name}"));
-        Ok((held, nested))
+        Ok(nested)
     }
 
     pub(crate) async fn force_release_key(&self, key: &Key) -> Result<Release, BackendError> {
@@ -118,6 +188,13 @@ async fn read_children_or_empty(
         Err(Error::NoNode) => Ok(Vec::new()),
         Err(error) => Err(to_backend_error(&error)),
     }
+}
+
+/// Returns the time since the server's wall clock showed `ctime`. It depends on the wall clocks of
+/// two hosts, so it is only displayed.
+fn since(ctime: i64) -> Option<Duration> {
+    let created_at = UNIX_EPOCH + Duration::from_millis(u64::try_from(ctime).ok()?);
+    SystemTime::now().duration_since(created_at).ok()
 }
 
 /// The number of keys that are read concurrently.

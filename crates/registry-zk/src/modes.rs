@@ -258,12 +258,19 @@ impl ReadNode {
 pub(crate) struct QueueHolders {
     granted: Vec<(String, ReadNode)>,
     requests: Vec<String>,
+    /// The nodes that do not hold the lock, including the requests.
+    waiting: Vec<String>,
 }
 
 impl QueueHolders {
     /// Returns whether the node `name` holds the lock.
     pub(crate) fn is_granted(&self, name: &str) -> bool {
         self.granted.iter().any(|(granted, _)| granted == name)
+    }
+
+    /// Returns the nodes that do not hold the lock, in the order of the queue.
+    pub(crate) fn into_waiting(self) -> Vec<String> {
+        self.waiting
     }
 
     /// Returns all nodes that a forced release deletes.
@@ -322,12 +329,21 @@ async fn read_holders_in(
             nodes.push((name.clone(), node));
         }
     }
-    let granted = granted_entries(&entries).into_iter().zip(nodes);
+    let unread = &names[entries.len()..];
     let is_request = |name: &&String| named_entry(name) == QueuedEntry::UpgradeRequest;
-    Ok(Some(QueueHolders {
-        granted: granted.filter_map(|(granted, node)| granted.then_some(node)).collect(),
+    let mut holders = QueueHolders {
         requests: names.iter().filter(is_request).cloned().collect(),
-    }))
+        ..QueueHolders::default()
+    };
+    for (is_granted, node) in granted_entries(&entries).into_iter().zip(nodes) {
+        if is_granted {
+            holders.granted.push(node);
+        } else {
+            holders.waiting.push(node.0);
+        }
+    }
+    holders.waiting.extend_from_slice(unread);
+    Ok(Some(holders))
 }
 
 /// Reads a node. Uses the mode in its name if the login may not read its data.

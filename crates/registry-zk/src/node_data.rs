@@ -50,20 +50,7 @@ pub(crate) fn encode_node_data(
 /// Returns the mode that a node's data states, as in the `Display` of [`ClaimMode`].
 pub(crate) fn decode_stated_mode(data: &[u8]) -> Option<ClaimMode> {
     let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
-    parse_mode(node_data.mode.as_deref()?)
-}
-
-fn parse_mode(text: &str) -> Option<ClaimMode> {
-    let permits = || {
-        let (take, of) = text.strip_prefix("permits ")?.split_once(" of ")?;
-        Some(ClaimMode::Permits { take: take.parse().ok()?, of: of.parse().ok()? })
-    };
-    match text {
-        "shared" => Some(ClaimMode::Shared),
-        "upgradable" => Some(ClaimMode::Upgradable),
-        "exclusive" => Some(ClaimMode::Exclusive),
-        _ => permits(),
-    }
+    node_data.mode.as_deref()?.parse().ok()
 }
 
 /// Returns whether a claim whose node has this name may have another mode now than when its node
@@ -98,7 +85,7 @@ pub(crate) fn decode_mode(name: &str, data: &[u8], stat: &Stat) -> Option<NodeMo
     let node_data = node_data?;
     let mode = match node_data.mode.as_deref() {
         None => named,
-        Some(text) => parse_mode(text)?,
+        Some(text) => text.parse().ok()?,
     };
     Some(NodeMode { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
@@ -108,6 +95,16 @@ pub(crate) fn decode_mode(name: &str, data: &[u8], stat: &Stat) -> Option<NodeMo
 pub(crate) fn decode_other_mode(name: &str, data: &[u8], stat: &Stat) -> NodeMode {
     let unknown = NodeMode { mode: ClaimMode::Exclusive, token: stat.czxid };
     decode_mode(name, data, stat).unwrap_or(unknown)
+}
+
+/// Returns the mode of a claim in the queue of Curator's semaphore. A claim of another program takes
+/// one of an unknown number of units.
+pub(crate) fn decode_semaphore_mode(data: &[u8]) -> ClaimMode {
+    match serde_json::from_slice::<NodeData<'_>>(data) {
+        Ok(node_data) => node_data.mode.and_then(|mode| mode.parse().ok()),
+        Err(_) => Some(ClaimMode::Permits { take: 1, of: 1 }),
+    }
+    .unwrap_or(ClaimMode::Exclusive)
 }
 
 /// Returns the label in a node's data. If another program wrote text, such as the address that

@@ -224,7 +224,10 @@ async fn create_node(
     // From here on, a node may exist. A dropped future or a lost response does not undo the
     // request.
     state.is_creation_unresolved = true;
-    let data = encode_node_data(claim, None, None);
+    // The names of Curator's semaphore do not state how many units a claim takes.
+    let is_permit = matches!(claim.mode(), ClaimMode::Permits { .. });
+    let stated_mode = (session.config().is_semaphore() && is_permit).then(|| claim.mode());
+    let data = encode_node_data(claim, stated_mode, None);
     let created = create_sequential(session, &entry.dir, &prefix, &data).await?;
     let CreatedNode { path, czxid, listed } = match created {
         Ok(created) => created,

@@ -408,6 +408,23 @@ async fn read_exclusive(
     Ok(is_exclusive.then_some((path, data, stat)))
 }
 
+/// Returns the nodes in the queue of `key` whose claims wait, in the order of the queue.
+pub(crate) async fn read_waiting(
+    session: &Arc<ZkSession>,
+    queue: &str,
+) -> Result<Vec<String>, BackendError> {
+    let children = match read_children(session, queue).await? {
+        Ok(children) => children,
+        Err(Error::NoNode) => return Ok(Vec::new()),
+        Err(error) => return Err(to_backend_error(&error)),
+    };
+    let mut names = sort_contenders(session, queue, children).await?.names().to_vec();
+    if let Some((exclusive, ..)) = read_exclusive(session, queue).await? {
+        names.retain(|name| format!("{queue}/{name}") != exclusive);
+    }
+    Ok(names)
+}
+
 async fn read(session: &ZkSession, path: &str) -> Result<Option<(Vec<u8>, Stat)>, BackendError> {
     match session.with_request_timeout(session.client().get_data(path)).await? {
         Ok(read) => Ok(Some(read)),

@@ -9,7 +9,7 @@ use fastrand::Rng;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, ClaimMode, InvalidKey,
     Invalidations, Key, LockAdmin, LockBackend, LockBatch, LockEvent, Observer, Queueing, Release,
-    Renewal, ValueStore,
+    Renewal, ValueStore, WaiterStore,
 };
 
 use super::FaultProfile;
@@ -199,6 +199,10 @@ impl LockBackend for CheckingBackend {
 
     fn values(&self) -> Option<&dyn ValueStore> {
         self.inner.values()
+    }
+
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        self.inner.waiters()
     }
 
     async fn close(&self) {

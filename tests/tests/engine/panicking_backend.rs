@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
     Key, LockAdmin, LockBackend, LockBatch, MemoryBackend, Release, Renewal, ValueStore,
+    WaiterStore,
 };
 
 #[derive(Debug)]
@@ -111,6 +112,11 @@ impl LockBackend for PanickingBackend {
 
     fn values(&self) -> Option<&dyn ValueStore> {
         self.inner.values()
+    }
+
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        self.pass("waiters");
+        self.inner.waiters()
     }
 
     async fn close(&self) {

@@ -32,7 +32,8 @@ const SENTINELS_OWN: &str = "the sentinels' own user";
 #[tokio::test]
 async fn one_server() {
     let server = server().await;
-    let rows = ["layout `native`", "messages by `PUBLISH`", "a `DATABASE` other than 0"];
+    let rows =
+        ["layout `native`", "`waiters`", "messages by `PUBLISH`", "a `DATABASE` other than 0"];
     let config = RedisConfig::from_url(&server.url()).unwrap().with_database(3);
     check(&rows, &[&server], &[], None, config).await;
 }
@@ -53,6 +54,7 @@ async fn sentinels_with_users_of_their_own() {
     let setup = SentinelSetup::start().await.unwrap();
     let rows = [
         "layout `native`",
+        "`waiters`",
         "messages by `PUBLISH`",
         "under sentinels",
         "`replicas`",
@@ -67,20 +69,20 @@ async fn sentinels_with_users_of_their_own() {
 #[tokio::test]
 async fn a_cluster() {
     let names: Names = |key| [format!("shop:{{{key}}}"), format!("shop:{{{key}}}:token")];
-    check_cluster("layout `native`", Layout::Native, names).await;
+    check_cluster(&["layout `native`", "`waiters`"], Layout::Native, names).await;
 }
 
 #[tokio::test]
 async fn a_cluster_in_the_layout_of_redisson() {
     let names: Names = |key| [format!("shop:{key}"), format!("lock-registry:token:{{shop:{key}}}")];
-    check_cluster("layout `redisson`", Layout::Redisson, names).await;
+    check_cluster(&["layout `redisson`"], Layout::Redisson, names).await;
 }
 
-async fn check_cluster(row: &str, layout: Layout, names: Names) {
+async fn check_cluster(rows: &[&str], layout: Layout, names: Names) {
     let cluster = RedisCluster::start().await.unwrap();
     let nodes: Vec<_> = cluster.nodes().into_iter().map(|addr| cluster.node(addr)).collect();
     let config = RedisConfig::from_url(&cluster.url()).unwrap().with_layout(layout);
-    let rows = [row, "messages by `SPUBLISH`", "a cluster"];
+    let rows = [rows, &["messages by `SPUBLISH`", "a cluster"]].concat();
     check(&rows, &nodes, &[], Some((&cluster, names)), config).await;
 }
 
@@ -105,7 +107,7 @@ async fn what_must_be_on_disk() {
         assert!(error.refused(), "{error:?}");
         return;
     }
-    let rows = ["layout `native`", "messages by `PUBLISH`", "`fsync`"];
+    let rows = ["layout `native`", "`waiters`", "messages by `PUBLISH`", "`fsync`"];
     check(&rows, &[&server], &[], None, config).await;
 }
 
@@ -132,6 +134,7 @@ fn every_right_is_checked() {
     let checked = [
         "always",
         "layout `native`",
+        "`waiters`",
         "layout `spring`",
         "layout `redisson`",
         "messages by `PUBLISH`",
@@ -155,7 +158,7 @@ fn every_right_is_checked() {
 /// The line for copying contains the rows for one server.
 #[test]
 fn the_line_to_copy_equals_the_table() {
-    let rows = [COMMON, &["layout `native`", "messages by `PUBLISH`"]].concat();
+    let rows = [COMMON, &["layout `native`", "`waiters`", "messages by `PUBLISH`"]].concat();
     let rows: BTreeSet<String> = Rights::of(&rows, "lock-registry").servers.into_iter().collect();
     let book = book();
     let line = book.lines().find(|line| line.starts_with("~lock-registry:* ")).unwrap();
@@ -227,10 +230,18 @@ async fn run_all_operations(
     if let Some((cluster, names)) = cluster {
         renew_during_migration(cluster, &names(key), &guard).await?;
     }
-    let waits = remote.obtain(key);
-    let waits = timeout(Duration::from_millis(500), waits.lock()).await;
-    if let Ok(ended) = waits {
-        drop(ended?);
+    let lock = remote.obtain(key);
+    let listed = async {
+        if local.capabilities().waiters {
+            timeout(Duration::from_secs(10), wait_until_listed(local, key)).await??;
+        } else {
+            sleep(Duration::from_millis(500)).await;
+        }
+        Ok::<_, Box<dyn Error>>(())
+    };
+    tokio::select! {
+        guard = lock.lock() => drop(guard?),
+        listed = listed => listed?,
     }
     guard.extend(Duration::from_secs(302)).await?;
     remote.obtain(key).holders().await?.pop().ok_or("it is not held")?;
@@ -243,6 +254,17 @@ async fn run_all_operations(
         return Err("it was not held".into());
     }
     drop(guard);
+    Ok(())
+}
+
+/// Waits until a caller that waits for `key` is listed.
+async fn wait_until_listed(registry: &Registry, key: &str) -> Result<(), Box<dyn Error>> {
+    while registry.obtain(key).waiters().await?.is_empty() {
+        sleep(Duration::from_millis(100)).await;
+    }
+    if !registry.list_waiters().await?.iter().any(|waiting| waiting.key.as_str() == key) {
+        return Err("it does not wait".into());
+    }
     Ok(())
 }
 

@@ -19,6 +19,7 @@ mod secrets;
 #[cfg(all(any(feature = "mysql", feature = "postgres"), feature = "server-tests"))]
 mod sql;
 mod terminal;
+mod top;
 mod watchdog;
 #[cfg(all(feature = "zk", feature = "server-tests"))]
 mod zk;

@@ -22,6 +22,7 @@ pub mod expiry;
 pub mod release;
 pub mod renewal;
 // Waiting.
+pub mod waiters;
 pub mod waiting;
 // Keys and holders.
 pub mod inspect;

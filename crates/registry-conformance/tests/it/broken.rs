@@ -12,7 +12,7 @@ mod without_a_bug {
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
         runs = 228,
-        skips = 198,
+        skips = 207,
         without = [
         fair,
         fair_on_request,
@@ -20,6 +20,7 @@ mod without_a_bug {
         upgradable,
         permits,
         values,
+        waiters,
         namespaces,
         restart,
         wipe,

@@ -75,7 +75,7 @@ mod seed_1 {
     registry_conformance::conformance! {
         harness = Faulty { seed: 1_000 },
         runs = 233,
-        skips = 193,
+        skips = 202,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }
@@ -86,7 +86,7 @@ mod seed_2 {
     registry_conformance::conformance! {
         harness = Faulty { seed: 2_000 },
         runs = 233,
-        skips = 193,
+        skips = 202,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }

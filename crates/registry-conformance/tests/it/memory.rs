@@ -33,7 +33,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 412,
-    skips = 14,
+    runs = 420,
+    skips = 15,
     without = [fair, namespaces, restart, wipe, remote],
 }

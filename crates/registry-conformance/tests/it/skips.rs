@@ -6,13 +6,14 @@ use std::panic::catch_unwind;
 use crate::tiny::{StoreBug, Tiny};
 use registry_conformance::{all_clauses, check, run};
 
-const WITHOUT: [&str; 10] = [
+const WITHOUT: [&str; 11] = [
     "fair",
     "fair_on_request",
     "shared",
     "upgradable",
     "permits",
     "values",
+    "waiters",
     "namespaces",
     "restart",
     "wipe",

@@ -108,7 +108,7 @@ async fn fetch_meta(
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
     // If only some of the tables exist, the others are created.
-    fetch(connection, texts.has_values.as_str().to_owned()).await?;
+    fetch(connection, texts.has_newest_table.as_str().to_owned()).await?;
     let statements: &RowStatements = texts.as_ref();
     fetch(connection, statements.meta.as_str().to_owned()).await
 }

@@ -6,6 +6,7 @@
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
 --   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
+--   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO …;
 --
 -- Rows may be deleted manually if the server's clock was never set back: new tokens are at least
 -- that clock's microseconds.
@@ -31,6 +32,19 @@ CREATE TABLE IF NOT EXISTS lock_registry_values (
     lock_key  VARBINARY(4096) NOT NULL COMMENT 'UTF-8',
     token     BIGINT          NOT NULL COMMENT 'the fencing token of the writer',
     value     BLOB            NOT NULL
+) ENGINE = InnoDB;
+
+-- The claims that wait, for listings. Locking does not depend on this table.
+CREATE TABLE IF NOT EXISTS lock_registry_waiters (
+    id        BINARY(32)      NOT NULL COMMENT 'as in lock_registry_locks',
+    claim     BINARY(16)      NOT NULL COMMENT 'who waits',
+    namespace VARBINARY(255)  NOT NULL COMMENT 'UTF-8',
+    lock_key  VARBINARY(4096) NOT NULL COMMENT 'UTF-8',
+    mode      VARBINARY(64)   NOT NULL COMMENT 'ASCII, such as exclusive',
+    label     MEDIUMBLOB               COMMENT 'UTF-8',
+    since     BIGINT          NOT NULL,
+    until     BIGINT          NOT NULL COMMENT 'the row has no meaning after that',
+    PRIMARY KEY (id, claim)
 ) ENGINE = InnoDB;
 
 -- One row for all namespaces.

@@ -32,6 +32,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 use crate::server::{
     HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
+    WaiterStatements,
 };
 
 /// The statements that create the tables. They are sent on an exclusively used connection.
@@ -67,7 +68,7 @@ pub(crate) struct MySqlStatements {
     rows: RowStatements,
     pub(super) meta_now: StatementText,
     pub(super) label_size: StatementText,
-    pub(super) has_values: StatementText,
+    pub(super) has_newest_table: StatementText,
     pub(super) holder_connection: StatementText,
     pub(super) kill: StatementText,
     pub(super) renew: StatementText,
@@ -115,6 +116,7 @@ impl MySqlStatements {
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{values}", &format!("{database}.{prefix}_values"))
+                .replace("{waiters}", &format!("{database}.{prefix}_waiters"))
                 .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
@@ -155,12 +157,21 @@ impl MySqlStatements {
                 write: text(&WRITE_VALUE.replace("{condition}", HAS_GRANT)),
                 write_in_session: text(&WRITE_VALUE.replace("{condition}", HAS_SESSION_GRANT)),
             },
+            waiters: WaiterStatements {
+                register: text(REGISTER_WAITER),
+                unregister: text(
+                    "DELETE FROM {waiters} WHERE id = $1 AND claim = $2 AND {writable}",
+                ),
+                of_key: text(&WAITERS.replace("{condition}", "id = $1")),
+                of_namespace: text(&WAITERS.replace("{condition}", "namespace = $1")),
+                purge: text("DELETE FROM {waiters} WHERE until <= {now} AND {writable}"),
+            },
         };
         Self {
             rows,
             meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
             label_size: text(LABEL_SIZE),
-            has_values: text("SELECT 1 FROM {values} WHERE FALSE"),
+            has_newest_table: text("SELECT 1 FROM {waiters} WHERE FALSE"),
             holder_connection: text(HOLDER_CONNECTION),
             kill: text("KILL CONNECTION $1"),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -493,6 +504,20 @@ const WRITE_VALUE: &str = "\
         AND NOT EXISTS (SELECT 1 FROM {values} AS newer WHERE newer.id = $1 AND newer.token > $3) \
     LOCK IN SHARE MODE \
     ON DUPLICATE KEY UPDATE token = VALUES(token), value = VALUES(value)";
+
+/// Registers a claim that waits, or extends its registration.
+///
+/// Parameters: id, namespace, key, claim, mode, label, microseconds waited, lease.
+const REGISTER_WAITER: &str = "\
+    INSERT INTO {waiters} (id, claim, namespace, lock_key, mode, label, since, until) \
+    SELECT $1, $4, $2, $3, $5, $6, {now} - $7, {now} + $8 FROM DUAL WHERE {writable} \
+    ON DUPLICATE KEY UPDATE mode = VALUES(mode), since = VALUES(since), until = VALUES(until)";
+
+/// Returns the registered claims of one key, or of a namespace.
+///
+/// Parameter: id or namespace.
+const WAITERS: &str = "\
+    SELECT lock_key, mode, label, {now} - since, until - {now} FROM {waiters} WHERE {condition} AND until > {now}";
 
 /// Whether a select without locks sees the row `l` that a locking select has found.
 const IS_IN_SNAPSHOT: &str = "\

@@ -323,6 +323,10 @@ impl TableNames {
         format!("{}.{}_meta", quoted(&self.schema), self.prefix)
     }
 
+    pub(super) fn waiters(&self) -> String {
+        format!("{}.{}_waiters", quoted(&self.schema), self.prefix)
+    }
+
     pub(super) fn values(&self) -> String {
         format!("{}.{}_values", quoted(&self.schema), self.prefix)
     }

@@ -73,11 +73,11 @@ async fn find_tables(
             None => table,
         }
     };
-    let (meta, values) = (named("meta"), named("values"));
+    let (meta, newest) = (named("meta"), named("waiters"));
     // Both names have been checked: they contain only letters, digits and underscores.
     let text = format!(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
-         WHERE pg_class.oid = to_regclass('{meta}') AND to_regclass('{values}') IS NOT NULL"
+         WHERE pg_class.oid = to_regclass('{meta}') AND to_regclass('{newest}') IS NOT NULL"
     );
     // Every pooler passes plain text on unchanged.
     let rows = fetch(connection, text).await.map_err(Postgres::explain)?;

@@ -7,6 +7,7 @@
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
 --   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
+--   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO …;
 
 -- One row for all namespaces.
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
@@ -58,4 +59,17 @@ CREATE TABLE IF NOT EXISTS lock_registry_values (
     key       bytea  NOT NULL,                      -- UTF-8
     token     bigint NOT NULL,                      -- the fencing token of the writer
     value     bytea  NOT NULL
+);
+
+-- The claims that wait, for listings. Locking does not depend on this table.
+CREATE TABLE IF NOT EXISTS lock_registry_waiters (
+    id        bytea  NOT NULL,                      -- as in lock_registry_locks
+    claim     bytea  NOT NULL,                      -- who waits
+    namespace bytea  NOT NULL,                      -- UTF-8
+    key       bytea  NOT NULL,                      -- UTF-8
+    mode      bytea  NOT NULL,                      -- ASCII, such as exclusive
+    label     bytea,                                -- UTF-8
+    since     bigint NOT NULL,
+    until     bigint NOT NULL,                      -- the row has no meaning after that
+    PRIMARY KEY (id, claim)
 );

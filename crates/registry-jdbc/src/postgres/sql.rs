@@ -25,6 +25,7 @@ use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 use crate::server::{
     HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
+    WaiterStatements,
 };
 
 /// The statements that create the tables. They are sent on a separate connection.
@@ -74,6 +75,7 @@ impl PgStatements {
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{values}", &tables.values())
+                .replace("{waiters}", &tables.waiters())
                 .replace("{now}", &now);
             StatementText::numbered(&text)
         };
@@ -116,6 +118,13 @@ impl PgStatements {
                             .replace("FOR KEY SHARE", "AND $4::bytea IS NOT NULL FOR KEY SHARE"),
                     ),
                 ),
+            },
+            waiters: WaiterStatements {
+                register: text(REGISTER_WAITER),
+                unregister: text(UNREGISTER_WAITER),
+                of_key: text(&WAITERS.replace("{condition}", "id = $1::bytea")),
+                of_namespace: text(&WAITERS.replace("{condition}", "namespace = $1::bytea")),
+                purge: text(PURGE_WAITERS),
             },
         };
         Self {
@@ -666,6 +675,34 @@ const WRITE_VALUE: &str = "\
     ON CONFLICT (id) DO UPDATE SET token = excluded.token, value = excluded.value \
     WHERE v.token <= excluded.token \
     RETURNING true";
+
+/// Registers a claim that waits, or extends its registration. The registration need not be flushed
+/// to disk.
+///
+/// Parameters: id, namespace, key, claim, mode, label, microseconds waited, lease
+const REGISTER_WAITER: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now, set_config('synchronous_commit', 'off', true)) \
+    INSERT INTO {waiters} (id, claim, namespace, key, mode, label, since, until) \
+    SELECT $1::bytea, $4::bytea, $2::bytea, $3::bytea, $5::bytea, $6::bytea, now - $7::bigint, now + $8::bigint FROM clock \
+    ON CONFLICT (id, claim) DO UPDATE SET mode = excluded.mode, since = excluded.since, until = excluded.until";
+
+/// Parameters: id, claim
+const UNREGISTER_WAITER: &str = "\
+    WITH settings AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
+    DELETE FROM {waiters} USING settings WHERE id = $1::bytea AND claim = $2::bytea";
+
+/// Returns the registered claims of one key, or of a namespace.
+///
+/// Parameters: id or namespace
+const WAITERS: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now) \
+    SELECT key, mode, label, now - since, until - now FROM {waiters}, clock WHERE {condition} AND until > now";
+
+/// Deletes the expired registrations. Without the lock, two such statements could wait for each
+/// other.
+const PURGE_WAITERS: &str = "\
+    DELETE FROM {waiters} WHERE (id, claim) IN ( \
+        SELECT id, claim FROM {waiters} WHERE until <= {now} FOR UPDATE SKIP LOCKED)";
 
 /// Writes a claim and a larger token to the row, unless another client holds a lease or a
 /// transaction has locked the row. Returns whether a lease exists. Clients that request a lease

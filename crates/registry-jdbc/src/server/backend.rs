@@ -11,7 +11,7 @@ use registry_core::config::BackendConfig as _;
 use registry_core::{
     Attempt, BackendError, BatchAttempt, Busy, Capabilities, Claim, Finding, GuaranteeClass,
     Holder, Invalidations, Key, LockAdmin, LockBackend, LockBatch, Reach, Release, Renewal,
-    RenewalPolicy, ValueStore,
+    RenewalPolicy, ValueStore, WaiterStore,
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
@@ -315,7 +315,9 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
         SqlMode::Lease | SqlMode::Spring(_) => capabilities,
     };
     let capabilities = match mode {
-        SqlMode::Lease | SqlMode::Session | SqlMode::Row => capabilities.with_values(),
+        SqlMode::Lease | SqlMode::Session | SqlMode::Row => {
+            capabilities.with_values().with_waiters()
+        }
         SqlMode::Spring(_) => capabilities,
     };
     if D::has_wakeups(config, mode) { capabilities.with_wakes() } else { capabilities }
@@ -375,6 +377,13 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 
     fn batch(&self) -> Option<&dyn LockBatch> {
         (D::HAS_BATCHES && matches!(self.locks, Locks::Lease(_))).then_some(self)
+    }
+
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
+        match self.table() {
+            BackendTable::Native(_) => Some(self),
+            BackendTable::Spring(_) => None,
+        }
     }
 
     fn values(&self) -> Option<&dyn ValueStore> {

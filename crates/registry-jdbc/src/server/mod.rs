@@ -11,6 +11,7 @@ mod rows;
 mod records;
 mod batch;
 mod values;
+mod waiting;
 pub(crate) mod spring_rows;
 pub(crate) mod spring;
 // Sending statements.
@@ -71,6 +72,7 @@ pub(crate) use store::{Store, read_meta};
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;
 pub(crate) use values::ValueStatements;
+pub(crate) use waiting::WaiterStatements;
 
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
 /// wait for a row. So no client acts on a row that it read before the row's deletion.

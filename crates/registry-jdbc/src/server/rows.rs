@@ -13,6 +13,7 @@ use super::records::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::values::ValueStatements;
+use super::waiting::WaiterStatements;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
 
 /// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
@@ -47,6 +48,7 @@ pub(crate) struct RowStatements {
     /// As `release`, for a claim that is alone in a record.
     pub(crate) release_alone: StatementText,
     pub(crate) values: ValueStatements,
+    pub(crate) waiters: WaiterStatements,
 }
 
 /// Queries for holders.

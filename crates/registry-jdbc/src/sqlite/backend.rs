@@ -11,6 +11,7 @@ use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimMode, FencingToken,
     Finding, Grant, Holder, Key, LockAdmin, LockBackend, LockBatch, Release, Renewal, ValueStore,
+    WaiterStore,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -228,16 +229,19 @@ impl SqliteBackend {
         if boot != *self.statements.boot {
             return Ok(None);
         }
-        let key: Vec<u8> = self.column(row, 1)?;
-        let key = String::from_utf8(key).ok().and_then(|key| Key::new(&key).ok());
         Ok(Some(SqliteGrant {
-            key: key.ok_or_else(|| self.corrupt_row("the key of a row is invalid"))?,
+            key: self.decode_key(self.column(row, 1)?)?,
             claim,
             token: self.fencing_token(self.column(row, 3)?)?,
             label: self.column(row, 4)?,
             since: self.column(row, 5)?,
             until: self.column(row, 6)?,
         }))
+    }
+
+    pub(super) fn decode_key(&self, key: Vec<u8>) -> Result<Key, BackendError> {
+        let key = String::from_utf8(key).ok().and_then(|key| Key::new(&key).ok());
+        key.ok_or_else(|| self.corrupt_row("the key of a row is invalid"))
     }
 
     fn holders_of(&self, held: SqliteGrant) -> Result<Vec<Holder>, BackendError> {
@@ -381,6 +385,10 @@ impl LockBackend for SqliteBackend {
     }
 
     fn values(&self) -> Option<&dyn ValueStore> {
+        Some(self)
+    }
+
+    fn waiters(&self) -> Option<&dyn WaiterStore> {
         Some(self)
     }
 

@@ -164,6 +164,7 @@ impl BackendConfig for SqliteConfig {
             .with_upgradable()
             .with_permits()
             .with_values()
+            .with_waiters()
             .with_fair_on_request()
     }
 

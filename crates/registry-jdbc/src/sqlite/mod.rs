@@ -13,6 +13,7 @@ mod batch;
 mod renew;
 mod records;
 mod values;
+mod waiting;
 mod statement;
 mod clock;
 mod sql;

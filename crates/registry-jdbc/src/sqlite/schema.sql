@@ -38,6 +38,19 @@ CREATE TABLE IF NOT EXISTS lock_registry_values (
     PRIMARY KEY (namespace, key)
 ) STRICT;
 
+-- The claims that wait, for listings. Locking does not depend on this table.
+CREATE TABLE IF NOT EXISTS lock_registry_waiters (
+    namespace TEXT    NOT NULL,
+    key       BLOB    NOT NULL,                             -- UTF-8
+    claim     BLOB    NOT NULL,
+    mode      TEXT    NOT NULL,                             -- such as exclusive
+    label     TEXT,
+    since     INTEGER NOT NULL,
+    until     INTEGER NOT NULL,                             -- the row has no meaning after that
+    boot      BLOB    NOT NULL,                             -- since and until count from this boot
+    PRIMARY KEY (namespace, key, claim)
+) STRICT, WITHOUT ROWID;
+
 -- Tokens never decrease when a row is deleted, by any client.
 CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
 BEGIN

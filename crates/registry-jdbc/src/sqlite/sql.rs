@@ -17,7 +17,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 /// are created.
 pub(super) const ALL_TABLES: &str = "\
     SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta' AND EXISTS ( \
-        SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_values')";
+        SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_waiters')";
 
 pub(super) const META: &str =
     "SELECT version, boot, store FROM main.lock_registry_meta WHERE id = 1";
@@ -190,6 +190,29 @@ pub(super) const WRITE_VALUE: &str = concat!(
 /// Returns token and value of a key. Parameters: namespace, key.
 pub(super) const READ_VALUE: &str =
     "SELECT token, value FROM main.lock_registry_values WHERE namespace = ?1 AND key = ?2";
+
+/// Registers a claim that waits, or extends its registration.
+///
+/// Parameters: namespace, key, claim, mode, label, since, until, boot.
+pub(super) const REGISTER_WAITER: &str = "\
+    INSERT INTO main.lock_registry_waiters (namespace, key, claim, mode, label, since, until, boot) \
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) \
+    ON CONFLICT (namespace, key, claim) DO UPDATE SET \
+        mode = excluded.mode, since = excluded.since, until = excluded.until, boot = excluded.boot";
+
+/// Parameters: namespace, key, claim.
+pub(super) const UNREGISTER_WAITER: &str = "\
+    DELETE FROM main.lock_registry_waiters WHERE namespace = ?1 AND key = ?2 AND claim = ?3";
+
+/// Returns the registered claims of a key, or of all keys if the key is NULL. Parameters:
+/// namespace, now, boot, key.
+pub(super) const WAITERS: &str = "\
+    SELECT key, mode, label, since, until FROM main.lock_registry_waiters \
+    WHERE namespace = ?1 AND until > ?2 AND boot = ?3 AND (?4 IS NULL OR key = ?4)";
+
+/// Deletes the expired registrations, which processes that have ended left. Parameters: now, boot.
+pub(super) const PURGE_WAITERS: &str =
+    "DELETE FROM main.lock_registry_waiters WHERE until <= ?1 OR boot <> ?2";
 
 /// Returns the row after which the next search for dead rows starts.
 pub(super) const PURGE_POSITION: &str =

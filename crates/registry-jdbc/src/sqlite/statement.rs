@@ -2,6 +2,7 @@
 //! sets the times of a row.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use registry_core::{Claim, FencingToken, Key, LockRecord};
 use sqlx::query::Query;
@@ -137,6 +138,39 @@ impl SqliteStatementBinder {
 
     pub(super) fn read_value(&self, key: &Key) -> SqliteQuery {
         query(sql::READ_VALUE).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
+    }
+
+    pub(super) fn register_waiter(&self, claim: &Claim, waited_for: Duration) -> SqliteQuery {
+        let now = self.clock.now();
+        query(sql::REGISTER_WAITER)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(claim.key()))
+            .bind(claim_bytes(claim))
+            .bind(claim.mode().to_string())
+            .bind(claim.label().map(str::to_owned))
+            .bind(now.saturating_sub(to_micros(waited_for)))
+            .bind(now.saturating_add(to_micros(claim.lease())))
+            .bind(Arc::clone(&self.boot))
+    }
+
+    pub(super) fn unregister_waiter(&self, claim: &Claim) -> SqliteQuery {
+        query(sql::UNREGISTER_WAITER)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(claim.key()))
+            .bind(claim_bytes(claim))
+    }
+
+    /// Binds [`sql::WAITERS`].
+    pub(super) fn waiters(&self, key: Option<&Key>) -> SqliteQuery {
+        query(sql::WAITERS)
+            .bind(Arc::clone(&self.namespace))
+            .bind(self.clock.now())
+            .bind(Arc::clone(&self.boot))
+            .bind(key.map(key_bytes))
+    }
+
+    pub(super) fn purge_waiters(&self) -> SqliteQuery {
+        query(sql::PURGE_WAITERS).bind(self.clock.now()).bind(Arc::clone(&self.boot))
     }
 
     pub(super) fn read_row(&self, key: &Key) -> SqliteQuery {

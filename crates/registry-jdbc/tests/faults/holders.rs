@@ -137,7 +137,8 @@ async fn a_refused_forced_release_names_the_missing_right(kind: ServerKind) {
     let grants = format!(
         "{make}; GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO {user}; \
          GRANT SELECT, UPDATE ON lock_registry_meta TO {user}; \
-         GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO {user}"
+         GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO {user}; \
+         GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO {user}"
     );
     server.sql(&grants).await.unwrap();
     let worker = crate::server::registry_of(&server.url(), "worker", LEASE).await;

@@ -137,7 +137,7 @@ impl TestServer {
 
     pub(crate) async fn wipe(&self) {
         self.0
-            .sql("DROP TABLE lock_registry_locks, lock_registry_meta, lock_registry_values")
+            .sql("DROP TABLE lock_registry_locks, lock_registry_meta, lock_registry_values, lock_registry_waiters")
             .await
             .unwrap();
         self.0.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();

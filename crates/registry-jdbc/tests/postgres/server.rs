@@ -154,7 +154,7 @@ impl TestServer {
     }
 
     pub(crate) async fn wipe(&self) {
-        let tables = "DROP TABLE lock_registry_locks, lock_registry_meta, lock_registry_values; DROP FUNCTION lock_registry_purged";
+        let tables = "DROP TABLE lock_registry_locks, lock_registry_meta, lock_registry_values, lock_registry_waiters; DROP FUNCTION lock_registry_purged";
         self.server.sql(tables).await.unwrap();
         self.server.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
     }

@@ -95,7 +95,7 @@ impl ServerSet for RedisServer {
 
 #[test]
 fn a_server_passes_all_clauses() {
-    run_all_clauses::<RedisServer>(418, 8);
+    run_all_clauses::<RedisServer>(427, 8);
 }
 
 #[async_trait]
@@ -126,7 +126,7 @@ impl ServerSet for SentinelSetup {
 
 #[test]
 fn a_sentinel_master_passes_all_clauses() {
-    run_all_clauses::<SentinelSetup>(418, 8);
+    run_all_clauses::<SentinelSetup>(427, 8);
 }
 
 #[async_trait]
@@ -158,7 +158,7 @@ impl ServerSet for RedisCluster {
 
 #[test]
 fn a_cluster_passes_all_clauses() {
-    run_all_clauses::<RedisCluster>(418, 8);
+    run_all_clauses::<RedisCluster>(427, 8);
 }
 
 #[async_trait]
@@ -188,7 +188,7 @@ impl ServerSet for RedisQuorum {
 
 #[test]
 fn a_quorum_passes_all_clauses() {
-    run_all_clauses::<RedisQuorum>(232, 194);
+    run_all_clauses::<RedisQuorum>(232, 203);
 }
 
 /// A server that requires TLS and a login.
@@ -228,7 +228,7 @@ impl ServerSet for TlsServer {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_passes_all_clauses() {
-    run_all_clauses::<TlsServer>(418, 8);
+    run_all_clauses::<TlsServer>(427, 8);
 }
 
 /// A server with locks in the Spring Integration layout.
@@ -267,10 +267,10 @@ layout!(RedissonLayout, Layout::Redisson);
 
 #[test]
 fn the_spring_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<SpringLayout>(230, 196);
+    run_all_clauses::<SpringLayout>(230, 205);
 }
 
 #[test]
 fn the_redisson_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<RedissonLayout>(230, 196);
+    run_all_clauses::<RedissonLayout>(230, 205);
 }

@@ -1,0 +1,154 @@
+//! `lockreg top`: shows holders and waiters continuously in the terminal.
+//!
+//! A task takes a snapshot of the store at each interval, and a thread reads the keyboard. The
+//! state is in [`view`], and [`draw`] shows it.
+
+mod draw;
+mod view;
+
+use std::io::{self, IsTerminal as _};
+use std::sync::Arc;
+use std::time::Duration;
+
+use lock_registry::{Key, LockError, Registry};
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, sleep};
+
+use self::view::{Action, View};
+use crate::acquire::close;
+use crate::args::{self, GlobalArgs};
+use crate::exit::CliError;
+use crate::output::{Output, printable};
+use crate::snapshot::Snapshot;
+use crate::store::StoreConfig;
+
+/// What changes the screen.
+enum Update {
+    Input(Event),
+    Snapshot(Result<Snapshot, LockError>),
+    Broken(Key, Result<bool, LockError>),
+}
+
+/// `lockreg top`.
+pub(crate) async fn top(
+    global: &GlobalArgs,
+    args: &args::TopArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    if global.json || !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+        return Err(CliError::usage(
+            "`lockreg top` needs a terminal; in scripts, use `lockreg --json list` and `lockreg --json list --waiters`",
+        ));
+    }
+    let store = StoreConfig::choose(global)?;
+    let registry = Arc::new(store.open(output).await?);
+    // An error of the first request is printed like that of any other command.
+    let first = Snapshot::take(&registry).await?;
+    let mut view = View::new(registry.capabilities().store, registry.capabilities().waiters);
+    view.record(Ok(first));
+    let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
+    let shown = show(&mut terminal, &registry, &mut view, args.interval).await;
+    ratatui::restore();
+    close(&registry).await;
+    shown.map_err(CliError::os("cannot write to the terminal"))?;
+    Ok(0)
+}
+
+async fn show(
+    terminal: &mut ratatui::DefaultTerminal,
+    registry: &Arc<Registry>,
+    view: &mut View,
+    pause: Duration,
+) -> io::Result<()> {
+    let (updates, mut received) = mpsc::unbounded_channel();
+    // Ends with the process: a thread that reads the terminal cannot be cancelled.
+    std::thread::spawn({
+        let updates = updates.clone();
+        move || {
+            while let Ok(event) = event::read() {
+                if updates.send(Update::Input(event)).is_err() {
+                    return;
+                }
+            }
+        }
+    });
+    let sampler = tokio::spawn(take_snapshots(Arc::clone(registry), pause, updates.clone()));
+    let mut redraw = interval(REDRAW_INTERVAL);
+    redraw.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let end = async {
+        loop {
+            terminal.draw(|frame| draw::draw(frame, view))?;
+            let update = tokio::select! {
+                update = received.recv() => update,
+                _ = redraw.tick() => continue,
+            };
+            match update {
+                Some(Update::Snapshot(snapshot)) => view.record(snapshot),
+                Some(Update::Broken(key, released)) => view.set_message(match released {
+                    Ok(true) => format!("{} was released", printable(key.as_str())),
+                    Ok(false) => format!("{} was not locked any more", printable(key.as_str())),
+                    Err(error) => error.to_string(),
+                }),
+                Some(Update::Input(Event::Key(key))) if key.kind != KeyEventKind::Release => {
+                    match view.press(key) {
+                        Some(Action::Quit) => return Ok(()),
+                        Some(Action::Break(key)) => break_lock(registry, key, &updates),
+                        None => {}
+                    }
+                }
+                Some(Update::Input(_)) => {}
+                None => return Ok(()),
+            }
+        }
+    };
+    let ended = tokio::select! {
+        ended = end => ended,
+        () = terminated() => Ok(()),
+    };
+    sampler.abort();
+    ended
+}
+
+/// Takes snapshots until the screen is gone. Leaves the store at least as long in peace as the last
+/// snapshot took.
+async fn take_snapshots(
+    registry: Arc<Registry>,
+    pause: Duration,
+    updates: mpsc::UnboundedSender<Update>,
+) {
+    let mut took = Duration::ZERO;
+    loop {
+        sleep(pause.max(took)).await;
+        let started = std::time::Instant::now();
+        let snapshot = Snapshot::take(&registry).await;
+        took = started.elapsed();
+        if updates.send(Update::Snapshot(snapshot)).is_err() {
+            return;
+        }
+    }
+}
+
+fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::UnboundedSender<Update>) {
+    let (registry, updates) = (Arc::clone(registry), updates.clone());
+    tokio::spawn(async move {
+        let released = registry.force_release(key.as_str()).await;
+        _ = updates.send(Update::Broken(key, released));
+    });
+}
+
+/// Waits for a signal that ends the process, so that the terminal is restored first.
+async fn terminated() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let signals = (signal(SignalKind::terminate()), signal(SignalKind::hangup()));
+    let (Ok(mut terminate), Ok(mut hangup)) = signals else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = hangup.recv() => {}
+    }
+}
+
+/// How often the ages on the screen change between two snapshots.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(500);

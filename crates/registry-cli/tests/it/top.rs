@@ -1,0 +1,189 @@
+//! `lockreg top` in a real terminal: what it shows, what its keys do, and how it leaves the
+//! terminal.
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::process::{Child, Command};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+use nix::pty::{Winsize, openpty};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::{TEST_TIMEOUT, TestStore};
+
+/// `lockreg top` on a terminal of its own, and the content of its screen.
+struct Top {
+    input: File,
+    output: Receiver<Vec<u8>>,
+    screen: vt100::Parser,
+    child: Child,
+}
+
+impl Top {
+    fn start(store: &TestStore, arguments: &[&str]) -> Self {
+        let (rows, columns) = (24, 80);
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        let pty = openpty(Some(&size), None).unwrap();
+        let slave = || File::from(pty.slave.try_clone().unwrap());
+        let lockreg = store.lockreg([]);
+        // `setsid --ctty` makes stdin the controlling terminal, which would otherwise need `unsafe`
+        // code.
+        let mut command = Command::new("setsid");
+        command.args(["--ctty", "--wait"]).arg(lockreg.get_program()).arg("top").args(arguments);
+        for (name, value) in lockreg.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        let child = command
+            .env("TERM", "xterm-256color")
+            .stdin(slave())
+            .stdout(slave())
+            .stderr(slave())
+            .spawn()
+            .expect("setsid of util-linux");
+        drop(pty.slave);
+        let mut master = File::from(pty.master);
+        let input = master.try_clone().unwrap();
+        let (sender, output) = channel();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4_096];
+            while let Ok(count @ 1..) = master.read(&mut bytes) {
+                if sender.send(bytes[..count].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { input, output, screen: vt100::Parser::new(rows, columns, 0), child }
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.input.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Waits until the screen is as expected, and returns its text.
+    #[track_caller]
+    fn wait_until(&mut self, what: &str, is_expected: impl Fn(&str) -> bool) -> String {
+        let started = Instant::now();
+        loop {
+            let text = self.screen.screen().contents();
+            if is_expected(&text) {
+                return text;
+            }
+            match self.output.recv_timeout(TEST_TIMEOUT.saturating_sub(started.elapsed())) {
+                Ok(more) => self.screen.process(&more),
+                Err(error) => panic!("{what} ({error}), only:\n{text}"),
+            }
+        }
+    }
+
+    #[track_caller]
+    fn wait_for(&mut self, text: &str) -> String {
+        self.wait_until(&format!("no {text:?} on the screen"), |screen| screen.contains(text))
+    }
+
+    /// Waits for the end, and asserts that the terminal is as before.
+    #[track_caller]
+    fn assert_ends_well(&mut self) {
+        let status = self.child.wait().unwrap();
+        while let Ok(rest) = self.output.recv_timeout(TEST_TIMEOUT) {
+            self.screen.process(&rest);
+        }
+        assert!(!self.screen.screen().alternate_screen(), "the shell's screen is back");
+        assert!(!self.screen.screen().hide_cursor(), "the cursor is back");
+        assert_eq!(status.code(), Some(0));
+    }
+}
+
+impl Drop for Top {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn holders_and_waiters_are_shown_and_disappear() {
+    let store = TestStore::new();
+    let holder = store.start(["hold", "--label", "worker 7", "orders/42"]);
+    holder.next_line();
+    let mut top = Top::start(&store, &[]);
+    let screen = top.wait_for("1 held");
+    let row = screen.lines().find(|line| line.contains("orders/42")).unwrap();
+    for part in ["exclusive", "worker 7", &store.holder("orders/42").unwrap().to_string()] {
+        assert!(row.contains(part), "{part}: {row}");
+    }
+    let waiter = store.start(["hold", "--label", "worker 8", "orders/42"]);
+    top.wait_for("1 waiting");
+    top.press("\r");
+    top.wait_for("worker 8 waits, exclusive, for ");
+    top.press("\x1b");
+    top.wait_until("the details stay", |screen| !screen.contains("worker 8 waits"));
+    assert_eq!(holder.finish(), 0);
+    top.wait_until("the waiter acquires the lock", |screen| {
+        screen.contains("worker 8") && screen.contains("0 waiting")
+    });
+    waiter.next_line();
+    assert_eq!(waiter.finish(), 0);
+    top.wait_for("0 held");
+    top.press("q");
+    top.assert_ends_well();
+}
+
+#[test]
+fn a_selected_lock_is_released_by_force_after_a_confirmation() {
+    let store = TestStore::new();
+    let [first, second] = ["a/1", "b/2"].map(|key| {
+        let holder = store.start(["hold", "--lease", "3s", "--label", key, key]);
+        holder.next_line();
+        holder
+    });
+    let mut top = Top::start(&store, &["--interval", "50ms"]);
+    top.wait_for("2 held");
+    top.press("/b/2\r");
+    top.wait_for("1 shown");
+    top.press("b");
+    top.wait_for("b/2 is held by b/2.");
+    top.press("n");
+    top.wait_until("the question stays", |screen| !screen.contains("is held by"));
+    top.press("b");
+    top.wait_for("y: release it by force");
+    top.press("y");
+    top.wait_for("b/2 was released");
+    top.wait_for("1 held");
+    assert!(second.next_line().contains("lost"));
+    assert_eq!(store.holder("b/2"), None);
+    assert_eq!(first.finish(), 0);
+    top.press("\x03");
+    top.assert_ends_well();
+}
+
+#[test]
+fn a_signal_restores_the_terminal() {
+    let store = TestStore::new();
+    let mut top = Top::start(&store, &[]);
+    top.wait_for("0 held");
+    // `setsid` has become the command, or waits for it and has no other child.
+    let parent = top.child.id();
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
+    let child = children.unwrap().split_whitespace().next().map(|pid| pid.parse().unwrap());
+    let pid = child.unwrap_or_else(|| i32::try_from(parent).unwrap());
+    kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
+    top.assert_ends_well();
+}
+
+#[test]
+fn without_a_terminal_it_is_refused() {
+    let store = TestStore::new();
+    for arguments in [["top", "--local"], ["--json", "top"]] {
+        let done = store.run(arguments);
+        assert_eq!(done.status, 64, "{done:?}");
+        assert!(done.stderr.contains("needs a terminal"), "{done:?}");
+    }
+    let done = store.run(["top", "--interval", "1ms"]);
+    assert_eq!(done.status, 64);
+    assert!(done.stderr.contains("50ms"), "{done:?}");
+}
