@@ -22,8 +22,8 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
+use crate::registration::Registration;
 use crate::stall_detector::Suspension;
-use crate::waiting_list::Registration;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 ///

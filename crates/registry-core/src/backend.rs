@@ -56,7 +56,8 @@ use crate::waiting_list::WaiterStore;
 /// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
 /// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
 /// no [`LockBatch`], no [`ValueStore`], no [`WaiterStore`], nothing to close. A backend that wraps
-/// another one must forward all thirteen; `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
+/// another one must forward all thirteen; `#[deny(clippy::missing_trait_methods)]` on the `impl`
+/// checks this.
 ///
 /// # Cancel safety
 /// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future

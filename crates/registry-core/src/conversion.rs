@@ -11,8 +11,8 @@ use crate::error::{LockError, LostReason};
 use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
+use crate::registration::Registration;
 use crate::release::{PendingRelease, release_in_background};
-use crate::waiting_list::Registration;
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released

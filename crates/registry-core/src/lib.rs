@@ -22,6 +22,7 @@ mod acquire;
 mod local_lock;
 mod permit_for_backend;
 mod pending_claim;
+mod registration;
 mod call;
 mod backend;
 mod invalidation;
@@ -33,6 +34,7 @@ mod conversion;
 mod semaphore;
 mod multi;
 mod value;
+mod waiting_list;
 mod value_access;
 pub mod once;
 pub mod election;
@@ -72,7 +74,6 @@ mod pass_through;
 mod queue_modes;
 mod record;
 mod waiters;
-mod waiting_list;
 // Configuration of backends.
 pub mod config;
 // Adapters.

@@ -232,8 +232,8 @@ impl Registry {
         Ok(holders)
     }
 
-    /// Returns the claims that wait for any key, of this and all other clients, sorted by key and by
-    /// the time they have waited, the longest first. See [`DistributedLock::waiters`].
+    /// Returns the claims that wait for any key, of this and all other clients, sorted by key. For
+    /// each key, the longest wait is first. See [`DistributedLock::waiters`].
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot list waiters; [`LockError::Backend`].

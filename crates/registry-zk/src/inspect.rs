@@ -1,4 +1,5 @@
-//! Lists the holders and waiters of locks for administrators, and releases locks by force. `backend` calls this module.
+//! Lists the holders and waiters of locks for administrators, and releases locks by force.
+//! `backend` calls this module.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,4 +1,4 @@
-//! The claims that wait, in a table of their own. No statement of a grant reads or writes this table.
+//! The claims that wait, in a table of their own. No statement of a grant uses this table.
 
 use std::time::Duration;
 
