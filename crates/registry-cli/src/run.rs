@@ -135,7 +135,10 @@ pub(crate) enum RunEnd {
     /// With this status.
     Exited(u8),
     /// The lock was lost, or its lease could have ended.
-    Lost,
+    Lost {
+        /// A signal has also requested the end of this process.
+        is_end_requested: bool,
+    },
 }
 
 impl RunEnd {
@@ -143,7 +146,7 @@ impl RunEnd {
     fn status(self) -> u8 {
         match self {
             Self::Exited(status) => status,
-            Self::Lost => exit::LOST,
+            Self::Lost { .. } => exit::LOST,
         }
     }
 }
@@ -187,24 +190,25 @@ impl<'a> LockedRun<'a> {
                     margin,
                     output,
                     lost: None,
+                    is_end_requested: false,
                     termination: Termination::NotRequested,
                 };
                 let exit_state = supervisor.until_end(observer, signals).await;
                 supervisor.terminal.reclaim(supervisor.running.group());
                 supervisor.watchdog.shut_down();
-                Ok((exit_state, supervisor.lost))
+                Ok((exit_state, supervisor.lost, supervisor.is_end_requested))
             }
             Err(failure) => Err(failure),
         };
         let key = guard.key().to_owned();
         let recorded = match (&ended, &recording) {
-            (Ok((exit_state, None)), Some(recording)) => {
+            (Ok((exit_state, None, _)), Some(recording)) => {
                 recording.complete(&guard, exit_state.status()).await
             }
             _ => Ok(()),
         };
         let released = guard.unlock().await;
-        let (exit_state, lost) = ended?;
+        let (exit_state, lost, is_end_requested) = ended?;
         recorded?;
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.
@@ -221,7 +225,7 @@ impl<'a> LockedRun<'a> {
                 &format!("the command {exit_state}"),
                 json!({ "key": key, "status": exit_state.status() }),
             );
-            return Ok(RunEnd::Lost);
+            return Ok(RunEnd::Lost { is_end_requested });
         }
         if let Err(error) = released {
             output.alert(
@@ -286,6 +290,8 @@ struct Supervisor<'a> {
     margin: Duration,
     output: Output,
     lost: Option<LostReason>,
+    /// A signal to this process has requested its end.
+    is_end_requested: bool,
     termination: Termination,
 }
 
@@ -341,7 +347,7 @@ impl Supervisor<'_> {
                 // A process that ignores one signal may end after another signal.
                 signal = signals.next() => {
                     if is_termination_signal(signal) {
-                        self.request_termination(signal);
+                        self.on_signal(signal);
                     }
                 }
                 // Without this message, the watchdog would treat the lease as expired.
@@ -376,7 +382,10 @@ impl Supervisor<'_> {
 
     fn on_signal(&mut self, signal: Signal) {
         match signal {
-            signal if is_termination_signal(signal) => self.request_termination(signal),
+            signal if is_termination_signal(signal) => {
+                self.is_end_requested = true;
+                self.request_termination(signal);
+            }
             Signal::SIGTSTP => {
                 self.running.signal_all(signal);
                 terminal::stop_self();

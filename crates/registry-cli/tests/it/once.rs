@@ -79,6 +79,8 @@ fn invalid_schedules_are_refused() {
         &["--tick", "1", "--also", "other"],
         &["--count-failures"],
         &["--tick", "a\nb"],
+        &["--tick", ""],
+        &["--tick", "18446744073709551616"],
     ] {
         let mut command = store.lockreg(["run"]);
         let command = command.args(options).args(["key", "--", "true"]);
