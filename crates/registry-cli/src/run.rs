@@ -209,7 +209,17 @@ impl<'a> LockedRun<'a> {
         };
         let released = guard.unlock().await;
         let (exit_state, lost, is_end_requested) = ended?;
-        recorded?;
+        let report_end = || {
+            output.alert(
+                "ended",
+                &format!("the command {exit_state}"),
+                json!({ "key": key, "status": exit_state.status() }),
+            );
+        };
+        if let Err(error) = recorded {
+            report_end();
+            return Err(error.into());
+        }
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.
         let lost = match (lost, &released) {
@@ -220,11 +230,7 @@ impl<'a> LockedRun<'a> {
             (lost, _) => lost.is_some(),
         };
         if lost {
-            output.alert(
-                "ended",
-                &format!("the command {exit_state}"),
-                json!({ "key": key, "status": exit_state.status() }),
-            );
+            report_end();
             return Ok(RunEnd::Lost { is_end_requested });
         }
         if let Err(error) = released {
@@ -377,6 +383,10 @@ impl Supervisor<'_> {
         let grace = self.grace.min(kill_after(self.guard.valid_for()));
         self.termination = Termination::Requested { kill_at: Instant::now() + grace };
         self.request_termination(Signal::SIGTERM);
+        // From here on, the watchdog only sends SIGKILL if this process does not. A second SIGTERM
+        // makes many programs end without draining.
+        self.watchdog.watch_group(self.running.group(), Duration::ZERO);
+        self.watchdog.extend_lease(kill_after(self.guard.valid_for()));
         report_loss(self.output, self.guard.key(), LostReason::Expired);
     }
 

@@ -54,6 +54,17 @@ fn a_candidate_that_loses_the_role_ends_its_command_and_campaigns_again() {
 }
 
 #[test]
+fn a_command_gets_one_sigterm_before_the_end_of_its_lease_and_then_sigkill() {
+    let store = TestStore::new();
+    let script = "trap 'echo drains' TERM; echo leads; while :; do sleep 0.05; done";
+    let mut command = store.lockreg(["elect", "--lease", "3s", "role", "--", "sh", "-c", script]);
+    let candidate = crate::support::TestProcess::start(command.env("LOCK_REGISTRY_RENEW", "false"));
+    for line in ["leads", "drains", "leads", "drains", "leads"] {
+        assert_eq!(candidate.next_line(), line);
+    }
+}
+
+#[test]
 fn a_candidate_that_must_end_does_not_campaign_again_after_a_loss() {
     let store = TestStore::new();
     let script =

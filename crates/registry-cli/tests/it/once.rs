@@ -70,6 +70,17 @@ fn a_command_that_another_process_runs_is_not_due() {
 }
 
 #[test]
+fn a_tick_that_cannot_be_recorded_is_an_error_that_tells_how_the_command_ended() {
+    let store = TestStore::new();
+    let done =
+        store.run(["run", "--tick", "1", "key", "--", "sh", "-c", "rm $T/lock-registry/locks.db*"]);
+    assert_eq!(done.status, 69, "{done:?}");
+    let ended = done.stderr.find("the command ended with status 0");
+    let failed = done.stderr.find("write the value on \"key\"");
+    assert!(ended.is_some() && ended < failed, "{done:?}");
+}
+
+#[test]
 fn invalid_schedules_are_refused() {
     let store = TestStore::new();
     for options in [
