@@ -509,7 +509,7 @@ impl DoneRecord {
             ("time", millis) => Tick::Time(millis.parse().ok()?),
             _ => return None,
         };
-        let at = lines.next()?.strip_prefix("at ")?.parse().ok()?;
+        let at = lines.next()?.strip_prefix("at ")?.parse().ok().filter(|at| *at < AT_LIMIT)?;
         let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(at))?;
         let label = match lines.next() {
             Some(line) => Some(line.strip_prefix("label ")?.to_owned()),
@@ -531,6 +531,8 @@ impl DoneRecord {
 
 /// The first line of the record. The number is the version of the format.
 const HEADER: &str = "lock-registry job 1";
+/// The year 10000 in UTC, in milliseconds since 1970. RFC 3339 has no later time.
+const AT_LIMIT: u64 = 253_402_300_800_000;
 
 /// Releases the lock. Ignores the outcome, which does not change the value block.
 async fn release(guard: LockGuard) {
@@ -578,7 +580,14 @@ mod tests {
                 assert_eq!(DoneRecord::parse(&record.to_bytes()), Some(record));
             }
         }
-        for other in ["", "x", HEADER, "lock-registry job 1\ntick x\nat 1", "lock-registry job 2"] {
+        for other in [
+            "",
+            "x",
+            HEADER,
+            "lock-registry job 1\ntick x\nat 1",
+            "lock-registry job 1\ntick 1\nat 253402300800000",
+            "lock-registry job 2",
+        ] {
             assert_eq!(DoneRecord::parse(other.as_bytes()), None, "{other:?}");
         }
     }

@@ -1,7 +1,5 @@
 //! What jobs and elections do with owners of locks, and when their registry closes.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::time::Duration;
 
 use registry_core::election::{Leadership, Term};
@@ -36,19 +34,17 @@ async fn two_candidates_of_one_owner_do_not_lead_at_once() {
 async fn a_registry_that_closes_lets_its_leaders_step_down() {
     let registry = Registry::in_memory().unwrap();
     let election = registry.election("role");
-    let mut leadership = election.leadership();
-    let candidate = election.clone();
-    let running = tokio::spawn(async move {
-        candidate
-            .run(async |term: Term| {
-                term.stopping().await;
-                assert!(term.is_held());
-            })
-            .await
+    let running = election.run(async |term: Term| {
+        term.stopping().await;
+        assert!(term.is_held());
     });
-    leadership.wait_for(|now| matches!(now, Leadership::Leader(_))).await.unwrap();
-    let report = registry.close(Duration::from_secs(60)).await;
+    let mut leadership = election.leadership();
+    let closing = async {
+        leadership.wait_for(|now| matches!(now, Leadership::Leader(_))).await.unwrap();
+        registry.close(Duration::from_secs(60)).await
+    };
+    let (ran, report) = tokio::join!(running, closing);
+    ran.unwrap();
     assert!(report.is_clean() && report.released == 1, "{report:?}");
-    running.await.unwrap().unwrap();
     assert_eq!(*leadership.borrow(), Leadership::Follower);
 }
