@@ -288,8 +288,8 @@ impl Election {
         output
     }
 
-    /// Waits for [`step_down`](Self::step_down), or for the closing of the registry, which waits for
-    /// the release of the role.
+    /// Waits for [`step_down`](Self::step_down), or for the closing of the registry, which waits
+    /// for the release of the role.
     async fn stop_requested(&self, guard: &LockGuard, stopping: watch::Receiver<bool>) {
         tokio::select! {
             biased;

@@ -163,8 +163,8 @@ pub enum Outcome<T> {
         /// The label of the process that completed it, if it has one.
         label: Option<String>,
     },
-    /// Another holder has the lock of the job, and probably runs the work. Missed ticks may have run
-    /// before.
+    /// Another holder has the lock of the job, and probably runs the work. Missed ticks may have
+    /// run before.
     Busy,
 }
 

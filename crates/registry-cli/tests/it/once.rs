@@ -70,7 +70,7 @@ fn a_command_that_another_process_runs_is_not_due() {
 }
 
 #[test]
-fn a_tick_that_cannot_be_recorded_is_an_error_that_tells_how_the_command_ended() {
+fn a_tick_that_cannot_be_recorded_is_an_error_after_the_status_of_the_command() {
     let store = TestStore::new();
     let done =
         store.run(["run", "--tick", "1", "key", "--", "sh", "-c", "rm $T/lock-registry/locks.db*"]);
