@@ -130,8 +130,9 @@ impl Candidate<'_> {
                 .with_recording(Recording::Vacancy(vacancy));
             match locked.run(observer, signals).await {
                 Ok(RunEnd::Exited(status)) => return Ok(status),
+                Ok(RunEnd::Lost { is_end_requested: true }) => return Ok(exit::LOST),
                 // The next campaign begins.
-                Ok(RunEnd::Lost) | Err(CliError::Lock(LockError::Lost { .. })) => {}
+                Ok(RunEnd::Lost { .. }) | Err(CliError::Lock(LockError::Lost { .. })) => {}
                 Err(error) => return Err(error),
             }
         }

@@ -135,7 +135,10 @@ pub(crate) enum RunEnd {
     /// With this status.
     Exited(u8),
     /// The lock was lost, or its lease could have ended.
-    Lost,
+    Lost {
+        /// A signal has also requested the end of this process.
+        is_end_requested: bool,
+    },
 }
 
 impl RunEnd {
@@ -143,7 +146,7 @@ impl RunEnd {
     fn status(self) -> u8 {
         match self {
             Self::Exited(status) => status,
-            Self::Lost => exit::LOST,
+            Self::Lost { .. } => exit::LOST,
         }
     }
 }
@@ -187,25 +190,36 @@ impl<'a> LockedRun<'a> {
                     margin,
                     output,
                     lost: None,
+                    is_end_requested: false,
                     termination: Termination::NotRequested,
                 };
                 let exit_state = supervisor.until_end(observer, signals).await;
                 supervisor.terminal.reclaim(supervisor.running.group());
                 supervisor.watchdog.shut_down();
-                Ok((exit_state, supervisor.lost))
+                Ok((exit_state, supervisor.lost, supervisor.is_end_requested))
             }
             Err(failure) => Err(failure),
         };
         let key = guard.key().to_owned();
         let recorded = match (&ended, &recording) {
-            (Ok((exit_state, None)), Some(recording)) => {
+            (Ok((exit_state, None, _)), Some(recording)) => {
                 recording.complete(&guard, exit_state.status()).await
             }
             _ => Ok(()),
         };
         let released = guard.unlock().await;
-        let (exit_state, lost) = ended?;
-        recorded?;
+        let (exit_state, lost, is_end_requested) = ended?;
+        let report_end = || {
+            output.alert(
+                "ended",
+                &format!("the command {exit_state}"),
+                json!({ "key": key, "status": exit_state.status() }),
+            );
+        };
+        if let Err(error) = recorded {
+            report_end();
+            return Err(error.into());
+        }
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.
         let lost = match (lost, &released) {
@@ -216,12 +230,8 @@ impl<'a> LockedRun<'a> {
             (lost, _) => lost.is_some(),
         };
         if lost {
-            output.alert(
-                "ended",
-                &format!("the command {exit_state}"),
-                json!({ "key": key, "status": exit_state.status() }),
-            );
-            return Ok(RunEnd::Lost);
+            report_end();
+            return Ok(RunEnd::Lost { is_end_requested });
         }
         if let Err(error) = released {
             output.alert(
@@ -286,6 +296,8 @@ struct Supervisor<'a> {
     margin: Duration,
     output: Output,
     lost: Option<LostReason>,
+    /// A signal to this process has requested its end.
+    is_end_requested: bool,
     termination: Termination,
 }
 
@@ -341,7 +353,7 @@ impl Supervisor<'_> {
                 // A process that ignores one signal may end after another signal.
                 signal = signals.next() => {
                     if is_termination_signal(signal) {
-                        self.request_termination(signal);
+                        self.on_signal(signal);
                     }
                 }
                 // Without this message, the watchdog would treat the lease as expired.
@@ -371,12 +383,19 @@ impl Supervisor<'_> {
         let grace = self.grace.min(kill_after(self.guard.valid_for()));
         self.termination = Termination::Requested { kill_at: Instant::now() + grace };
         self.request_termination(Signal::SIGTERM);
+        // From here on, the watchdog only sends SIGKILL if this process does not. A second SIGTERM
+        // makes many programs end without draining.
+        self.watchdog.watch_group(self.running.group(), Duration::ZERO);
+        self.watchdog.extend_lease(kill_after(self.guard.valid_for()));
         report_loss(self.output, self.guard.key(), LostReason::Expired);
     }
 
     fn on_signal(&mut self, signal: Signal) {
         match signal {
-            signal if is_termination_signal(signal) => self.request_termination(signal),
+            signal if is_termination_signal(signal) => {
+                self.is_end_requested = true;
+                self.request_termination(signal);
+            }
             Signal::SIGTSTP => {
                 self.running.signal_all(signal);
                 terminal::stop_self();

@@ -24,6 +24,7 @@ use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
 use crate::once::{host_time, millis};
 use crate::options::LockOptions;
+use crate::owner::Owner;
 use crate::value::LockValue;
 
 /// A role that one candidate holds at a time, from
@@ -150,8 +151,8 @@ impl Election {
     ///
     /// If the term is lost, `work` is dropped at its current `.await`. `work` can also await
     /// [`Term::lost`] to clean up, but must not write without the fencing token. After
-    /// [`step_down`](Self::step_down), `work` has the rest of the lease to end. `run` of a clone
-    /// waits until this call ends.
+    /// [`step_down`](Self::step_down), and while the registry closes, `work` has the rest of the
+    /// lease to end. `run` of a clone waits until this call ends.
     ///
     /// # Errors
     /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
@@ -266,7 +267,7 @@ impl Election {
             tokio::select! {
                 biased;
                 output = &mut work => output.map(Some),
-                () = stop_signal(stopping) => {
+                () = self.stop_requested(&guard, stopping) => {
                     let limit = guard.valid_for();
                     tokio::select! {
                         biased;
@@ -285,6 +286,18 @@ impl Election {
         reported.end();
         drop(stop);
         output
+    }
+
+    /// Waits for [`step_down`](Self::step_down), or for the closing of the registry, which waits
+    /// for the release of the role.
+    async fn stop_requested(&self, guard: &LockGuard, stopping: watch::Receiver<bool>) {
+        tokio::select! {
+            biased;
+            () = stop_signal(stopping) => {}
+            () = guard.hold().grant().engine().closing.wait() => {
+                self.step_down();
+            }
+        }
     }
 
     /// Waits until this candidate holds the lock of the role, and writes that it leads. For
@@ -308,7 +321,7 @@ impl Election {
         self.record(self.lock.read_value().await?.value.as_ref())?;
         let guard = match self.priority {
             Some(priority) => self.lock_by_priority(priority).await?,
-            None => self.lock.lock_with(self.options.clone()).await?,
+            None => self.lock_role().await?,
         };
         let read = guard.read_value().await?;
         self.record(read.value.as_ref())?;
@@ -318,6 +331,12 @@ impl Election {
         let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
         guard.set_value_while_held(record.to_bytes()).await?;
         Ok((guard, Vacancy { now, read_at }))
+    }
+
+    /// Acquires the lock of the role. Two candidates of one owner would otherwise enter the lock
+    /// together, and lead at the same time.
+    async fn lock_role(&self) -> Result<LockGuard, LockError> {
+        self.lock.lock_with(self.options.clone().owner(&Owner::new())).await
     }
 
     /// Acquires the lock of the role. Meanwhile, other candidates see the priority of this one.
@@ -360,7 +379,7 @@ impl Election {
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
         let (mut deadline, mut last_term, mut attempt) = (None, None, 0);
         loop {
-            let guard = self.lock.lock_with(self.options.clone()).await?;
+            let guard = self.lock_role().await?;
             if !self.is_outranked(priority).await {
                 return Ok(guard);
             }
@@ -506,14 +525,19 @@ struct ReportedTerm {
     background: BackgroundReleaser,
 }
 
-/// Sends `Follower` when it is dropped.
-struct FollowerOnDrop(Arc<Candidate>);
+/// Sends `Follower` when it is dropped, unless another term has begun.
+struct FollowerOnDrop {
+    candidate: Arc<Candidate>,
+    leader: Leadership,
+}
 
 impl ReportedTerm {
     fn begin(candidate: &Arc<Candidate>, guard: &LockGuard) -> Self {
-        candidate.leadership.send_replace(Leadership::Leader(guard.fencing_token()));
+        let leader = Leadership::Leader(guard.fencing_token());
+        candidate.leadership.send_replace(leader);
         let background = guard.hold().grant().engine().background.clone();
-        Self { follower: Some(FollowerOnDrop(Arc::clone(candidate))), background }
+        let follower = FollowerOnDrop { candidate: Arc::clone(candidate), leader };
+        Self { follower: Some(follower), background }
     }
 
     fn end(mut self) {
@@ -533,7 +557,13 @@ impl Drop for ReportedTerm {
 
 impl Drop for FollowerOnDrop {
     fn drop(&mut self) {
-        self.0.leadership.send_replace(Leadership::Follower);
+        self.candidate.leadership.send_if_modified(|now| {
+            let has_ended = *now == self.leader;
+            if has_ended {
+                *now = Leadership::Follower;
+            }
+            has_ended
+        });
     }
 }
 
@@ -573,8 +603,8 @@ impl Term {
         Arc::clone(&self.hold).lost()
     }
 
-    /// Waits until [`Election::step_down`] is called. The work then has the rest of the lease to
-    /// end. Never resolves otherwise.
+    /// Waits until [`Election::step_down`] is called, or the registry is closed. The work then has
+    /// the rest of the lease to end, and at most the limit of the close. Never resolves otherwise.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -692,6 +722,22 @@ const HEADER: &str = "lock-registry election 1";
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn the_late_end_of_a_dropped_term_does_not_hide_the_next_term() {
+        let registry = crate::Registry::in_memory().unwrap();
+        let election = crate::LockRegistryExt::election(&registry, "role");
+        let guards = [registry.obtain("a"), registry.obtain("b")]
+            .map(|lock| async move { lock.lock().await.unwrap() });
+        let [first, second] = futures_util::future::join_all(guards).await.try_into().unwrap();
+        drop(ReportedTerm::begin(&election.candidate, &first));
+        let next = ReportedTerm::begin(&election.candidate, &second);
+        registry.idle().await;
+        let leader = Leadership::Leader(second.fencing_token());
+        assert_eq!(*election.leadership().borrow(), leader);
+        next.end();
+        assert_eq!(*election.leadership().borrow(), Leadership::Follower);
+    }
 
     #[test]
     fn a_record_is_read_as_it_was_written() {

@@ -264,9 +264,10 @@ impl InvalidOption {
     }
 
     pub(crate) fn tick_name(name: &str, max: usize) -> Self {
-        let problem =
-            format!("is longer than {max} bytes or contains a line break; use another name");
-        let given = name.chars().take(80).collect();
+        let problem = format!(
+            "is empty, longer than {max} bytes, or contains a line break; use another name"
+        );
+        let given = format!("{:?}", name.chars().take(80).collect::<String>());
         Self { option: "tick", given, problem: problem.into() }
     }
 

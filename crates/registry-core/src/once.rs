@@ -19,6 +19,7 @@ use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
 use crate::options::LockOptions;
+use crate::owner::Owner;
 use crate::value::ValueRead;
 
 /// A job of a registry, from [`LockRegistryExt::once`](crate::LockRegistryExt::once).
@@ -69,8 +70,8 @@ pub enum Tick {
     Number(u64),
     /// A time, in milliseconds since 1970 in UTC.
     Time(u64),
-    /// A name without an order, such as a version. At most [`NAME_BYTES_MAX`](Self::NAME_BYTES_MAX)
-    /// bytes, without a line break.
+    /// A name without an order, such as a version. At least one byte, at most
+    /// [`NAME_BYTES_MAX`](Self::NAME_BYTES_MAX) bytes, without a line break.
     Name(Arc<str>),
 }
 
@@ -104,10 +105,14 @@ impl From<u64> for Tick {
     }
 }
 
-/// Converts digits to a [`Tick::Number`], and any other text to a [`Tick::Name`].
+/// Converts digits to a [`Tick::Number`], and any other text to a [`Tick::Name`], also digits of a
+/// number that is larger than [`u64::MAX`].
 impl From<&str> for Tick {
     fn from(text: &str) -> Self {
-        text.parse().map_or_else(|_| Self::Name(text.into()), Self::Number)
+        // The parser also accepts a sign.
+        let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
+        let number = text.parse().ok().filter(|_| is_number);
+        number.map_or_else(|| Self::Name(text.into()), Self::Number)
     }
 }
 
@@ -158,7 +163,8 @@ pub enum Outcome<T> {
         /// The label of the process that completed it, if it has one.
         label: Option<String>,
     },
-    /// Another holder has the lock of the job, and probably runs the work.
+    /// Another holder has the lock of the job, and probably runs the work. Missed ticks may have
+    /// run before.
     Busy,
 }
 
@@ -188,7 +194,7 @@ impl ScheduledJob {
 
     /// Sets the options of the lock. Without [`LockOptions::wait`], the call does not wait, and
     /// returns [`Outcome::Busy`] during a run by another process. The label is recorded with each
-    /// tick.
+    /// tick. The [owner](LockOptions::owner) is ignored, because a job is not re-entrant.
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
         self.options.wait.get_or_insert(Duration::ZERO);
@@ -253,26 +259,36 @@ impl ScheduledJob {
         W: FnMut(Run) -> F,
         F: Future<Output = Result<T, E>>,
     {
-        let (guard, mut ticks) = match self.begin().await? {
-            Begun::Due(guard, ticks) => (guard, ticks),
-            Begun::AlreadyDone(record) => return Ok(record.already_done()),
-            Begun::Busy => return Ok(Outcome::Busy),
-        };
         let mut output = None;
-        while let Some(tick) = ticks.next() {
-            let run = Run::new(tick.clone(), guard.fencing_token());
-            match guard.protect(work(run)).await? {
-                Ok(done) => output = Some(done),
-                Err(error) => {
-                    release(guard).await;
-                    return Ok(Outcome::Ran(Err(error)));
+        loop {
+            let (guard, mut ticks) = match (self.begin().await?, output) {
+                (Begun::Due(guard, ticks), _) => (guard, ticks),
+                // Another process has run the rest.
+                (Begun::AlreadyDone(_), Some(output)) => return Ok(Outcome::Ran(Ok(output))),
+                (Begun::AlreadyDone(record), None) => return Ok(record.already_done()),
+                (Begun::Busy, _) => return Ok(Outcome::Busy),
+            };
+            output = None;
+            let mut is_last = false;
+            while let Some(tick) = ticks.next() {
+                let run = Run::new(tick.clone(), guard.fencing_token());
+                match guard.protect(work(run)).await? {
+                    Ok(done) => output = Some(done),
+                    Err(error) => {
+                        release(guard).await;
+                        return Ok(Outcome::Ran(Err(error)));
+                    }
                 }
+                ticks.complete(&guard, &tick).await?;
+                is_last = tick == ticks.newest;
             }
-            ticks.complete(&guard, &tick).await?;
+            release(guard).await;
+            // After a repeated write, the rest runs under another claim.
+            if is_last {
+                // `begin` returns at least one tick that is due.
+                return output.map(|output| Outcome::Ran(Ok(output))).ok_or(LockError::Closed);
+            }
         }
-        release(guard).await;
-        // `begin` returns at least one tick that is due.
-        output.map(|output| Outcome::Ran(Ok(output))).ok_or(LockError::Closed)
     }
 
     /// Acquires the lock of the job if a tick is due. For stores that write the record in another
@@ -291,7 +307,7 @@ impl ScheduledJob {
             return Err(InvalidOption::new("period", *period, problem).into());
         }
         if let Schedule::Tick(Tick::Name(name)) = &self.schedule
-            && (name.len() > Tick::NAME_BYTES_MAX || name.contains('\n'))
+            && (name.is_empty() || name.len() > Tick::NAME_BYTES_MAX || name.contains('\n'))
         {
             return Err(InvalidOption::tick_name(name, Tick::NAME_BYTES_MAX).into());
         }
@@ -299,7 +315,9 @@ impl ScheduledJob {
         if let Checked::Done(done) = self.check(&self.lock.read_value().await?)? {
             return Ok(Begun::AlreadyDone(done));
         }
-        let Some(guard) = self.lock.try_lock_with(self.options.clone()).await? else {
+        // Two runs of one owner would otherwise enter the lock together, and run the same tick.
+        let options = self.options.clone().owner(&Owner::new());
+        let Some(guard) = self.lock.try_lock_with(options).await? else {
             return Ok(Begun::Busy);
         };
         match self.check(&guard.read_value().await?)? {
@@ -393,7 +411,7 @@ impl Ticks {
 
     /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
     /// lock is held, because without the record the tick would run twice. After a repeated write,
-    /// no further tick follows; the next call of [`ScheduledJob::run`] runs the rest.
+    /// no further tick follows; [`ScheduledJob::begin`] returns the rest under another claim.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].
@@ -491,7 +509,7 @@ impl DoneRecord {
             ("time", millis) => Tick::Time(millis.parse().ok()?),
             _ => return None,
         };
-        let at = lines.next()?.strip_prefix("at ")?.parse().ok()?;
+        let at = lines.next()?.strip_prefix("at ")?.parse().ok().filter(|at| *at < AT_LIMIT)?;
         let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(at))?;
         let label = match lines.next() {
             Some(line) => Some(line.strip_prefix("label ")?.to_owned()),
@@ -513,6 +531,8 @@ impl DoneRecord {
 
 /// The first line of the record. The number is the version of the format.
 const HEADER: &str = "lock-registry job 1";
+/// The year 10000 in UTC, in milliseconds since 1970. RFC 3339 has no later time.
+const AT_LIMIT: u64 = 253_402_300_800_000;
 
 /// Releases the lock. Ignores the outcome, which does not change the value block.
 async fn release(guard: LockGuard) {
@@ -535,6 +555,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_text_of_digits_is_a_number_and_any_other_text_is_a_name() {
+        for (text, number) in [
+            ("0", Some(0)),
+            ("007", Some(7)),
+            ("18446744073709551615", Some(u64::MAX)),
+            ("18446744073709551616", None),
+            ("+7", None),
+            ("-7", None),
+            ("", None),
+            ("7a", None),
+        ] {
+            assert_eq!(Tick::from(text).number(), number, "{text}");
+        }
+    }
+
+    #[test]
     fn a_record_is_read_as_it_was_written() {
         let at = SystemTime::UNIX_EPOCH + Duration::from_millis(1_764_081_600_123);
         for tick in [Tick::Number(0), Tick::Number(u64::MAX), Tick::Time(7), "v1 2".into()] {
@@ -544,7 +580,14 @@ mod tests {
                 assert_eq!(DoneRecord::parse(&record.to_bytes()), Some(record));
             }
         }
-        for other in ["", "x", HEADER, "lock-registry job 1\ntick x\nat 1", "lock-registry job 2"] {
+        for other in [
+            "",
+            "x",
+            HEADER,
+            "lock-registry job 1\ntick x\nat 1",
+            "lock-registry job 1\ntick 1\nat 253402300800000",
+            "lock-registry job 2",
+        ] {
             assert_eq!(DoneRecord::parse(other.as_bytes()), None, "{other:?}");
         }
     }

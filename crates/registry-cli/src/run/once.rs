@@ -51,7 +51,7 @@ impl OnceCommand {
     pub(crate) fn check(args: &OnceArgs) -> Result<Option<Self>, CliError> {
         let schedule = match (args.once_per, &args.tick) {
             (Some(period), _) => Schedule::Period(period),
-            (None, Some(tick)) => Schedule::Tick(tick.as_str().into()),
+            (None, Some(tick)) => Schedule::Tick(parse_tick(tick)?),
             (None, None) if args.count_failures => {
                 return Err(CliError::usage(
                     "--count-failures has no effect without --once-per or --tick; add one of them",
@@ -129,6 +129,23 @@ impl Recording {
             }
         }
     }
+}
+
+/// Parses a tick, before any access to the store.
+fn parse_tick(text: &str) -> Result<Tick, CliError> {
+    let tick = Tick::from(text);
+    // A script probably passes a variable that is not set.
+    if text.is_empty() {
+        return Err(CliError::usage("--tick is empty; state a number or a name"));
+    }
+    // As a name, it would have no order.
+    if tick.number().is_none() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(CliError::usage(format!(
+            "--tick is {text}, which is larger than the maximum {}; use a smaller number, or a name",
+            u64::MAX
+        )));
+    }
+    Ok(tick)
 }
 
 fn report_done(output: Output, key: &str, record: &DoneRecord) {

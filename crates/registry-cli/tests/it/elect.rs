@@ -54,6 +54,33 @@ fn a_candidate_that_loses_the_role_ends_its_command_and_campaigns_again() {
 }
 
 #[test]
+fn a_command_gets_one_sigterm_before_the_end_of_its_lease_and_then_sigkill() {
+    let store = TestStore::new();
+    let script = "trap 'echo drains' TERM; echo leads; while :; do sleep 0.05; done";
+    let mut command = store.lockreg(["elect", "--lease", "3s", "role", "--", "sh", "-c", script]);
+    let candidate = crate::support::TestProcess::start(command.env("LOCK_REGISTRY_RENEW", "false"));
+    for line in ["leads", "drains", "leads", "drains", "leads"] {
+        assert_eq!(candidate.next_line(), line);
+    }
+}
+
+#[test]
+fn a_candidate_that_must_end_does_not_campaign_again_after_a_loss() {
+    let store = TestStore::new();
+    let script =
+        "trap 'echo drains' TERM; echo leads; until test -e $T/drained; do sleep 0.05; done";
+    let mut command = store.lockreg(["elect", "--lease", "9s", "role", "--", "sh", "-c", script]);
+    let mut candidate = crate::support::TestProcess::start(&mut command);
+    assert_eq!(candidate.next_line(), "leads");
+    assert_eq!(store.run(["break", "--yes", "role"]).status, 0);
+    assert_eq!(candidate.next_line(), "drains");
+    candidate.signal(Signal::SIGTERM);
+    assert_eq!(candidate.next_line(), "drains");
+    std::fs::write(store.path("drained"), "").unwrap();
+    assert_eq!(candidate.wait(), 76);
+}
+
+#[test]
 fn the_waiting_candidate_with_the_highest_priority_leads_next() {
     let store = TestStore::new();
     let leader = start(&store, &[]);

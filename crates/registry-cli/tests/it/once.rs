@@ -70,6 +70,17 @@ fn a_command_that_another_process_runs_is_not_due() {
 }
 
 #[test]
+fn a_tick_that_cannot_be_recorded_is_an_error_after_the_status_of_the_command() {
+    let store = TestStore::new();
+    let done =
+        store.run(["run", "--tick", "1", "key", "--", "sh", "-c", "rm $T/lock-registry/locks.db*"]);
+    assert_eq!(done.status, 69, "{done:?}");
+    let ended = done.stderr.find("the command ended with status 0");
+    let failed = done.stderr.find("write the value on \"key\"");
+    assert!(ended.is_some() && ended < failed, "{done:?}");
+}
+
+#[test]
 fn invalid_schedules_are_refused() {
     let store = TestStore::new();
     for options in [
@@ -79,6 +90,8 @@ fn invalid_schedules_are_refused() {
         &["--tick", "1", "--also", "other"],
         &["--count-failures"],
         &["--tick", "a\nb"],
+        &["--tick", ""],
+        &["--tick", "18446744073709551616"],
     ] {
         let mut command = store.lockreg(["run"]);
         let command = command.args(options).args(["key", "--", "true"]);
