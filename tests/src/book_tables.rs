@@ -15,11 +15,11 @@ use registry_core::config::format_time;
 
 /// The pages with generated tables.
 const PAGES: &[&str] = &[
-    "book/src/configuration.md",
-    "book/src/databases.md",
-    "book/src/lockreg.md",
-    "book/src/redis.md",
-    "book/src/stores.md",
+    "book/src/reference/capabilities.md",
+    "book/src/reference/configuration.md",
+    "book/src/reference/lockreg.md",
+    "book/src/stores/databases.md",
+    "book/src/stores/redis.md",
     "crates/lock-registry/README.md",
     "crates/lock-registry/src/options.md",
 ];
