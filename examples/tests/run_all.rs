@@ -151,6 +151,13 @@ programs! {
         "paid with a lock: 1",
         "the late price was refused",
     ],
+    redis_history [REDIS] [] says [
+        include_str!("../output/redis_history/setnx.txt"),
+        include_str!("../output/redis_history/getset.txt"),
+        include_str!("../output/redis_history/set_px.txt"),
+        include_str!("../output/redis_history/redlock.txt"),
+        include_str!("../output/redis_history/tokens.txt"),
+    ],
     queue [REDIS] [] says ["balances: [50, 50]"],
     migrations [POSTGRES] [] says ["ended well: 10"],
     cron_apalis [] [] says ["another replica has run it", "each tick ran once: true"],
