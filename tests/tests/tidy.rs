@@ -584,7 +584,10 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     let book = root().join("book/src");
     let summary = read(&book.join("SUMMARY.md"));
     let listed: BTreeSet<&str> = links(&summary).into_iter().collect();
-    for file in files().into_iter().filter(|file| file.starts_with(&book)) {
+    let is_page = |file: &PathBuf| {
+        file.starts_with(&book) && file.extension().is_some_and(|extension| extension == "md")
+    };
+    for file in files().into_iter().filter(is_page) {
         let page = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
         assert!(page == "SUMMARY.md" || listed.contains(&*page), "{page} is not in SUMMARY.md");
         let text = read(&file);
