@@ -4,6 +4,7 @@ use std::path::Path;
 
 use lock_registry_tests::book_tables::stale_pages;
 use lock_registry_tests::pictures::stale_pictures;
+use registry_core::{InvalidKey, Key, LostReason};
 
 #[test]
 fn no_generated_table_is_stale() {
@@ -23,6 +24,23 @@ fn no_picture_is_stale() {
         stale.is_empty(),
         "stale: {stale:?}; run `cargo run -p lock-registry-tests --features server-tests --bin book-tables`"
     );
+}
+
+/// The texts that are not of the form `CAUSE; REMEDY`, from which the tables are generated.
+#[test]
+fn the_page_of_errors_has_every_reason_of_a_loss_and_of_an_invalid_key() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let page = std::fs::read_to_string(root.join("book/src/operate/errors.md")).unwrap();
+    let reasons = [LostReason::Expired, LostReason::Gone, LostReason::MaxHold, LostReason::Closed];
+    let mut texts: Vec<String> = reasons.iter().map(ToString::to_string).collect();
+    for key in ["", &"x".repeat(Key::BYTES_MAX + 1)] {
+        texts.push(Key::new(key).unwrap_err().to_string());
+    }
+    texts.push(InvalidKey::layout("").to_string());
+    for text in texts {
+        let text = text.split(" has 4097").next().unwrap();
+        assert!(page.contains(text.trim_end()), "the page lacks: {text}");
+    }
 }
 
 /// A picture without text is lost for readers who cannot see it, and one that no page shows is
