@@ -20,8 +20,12 @@ const PAGES: &[&str] = &[
     "book/src/reference/capabilities.md",
     "book/src/reference/configuration.md",
     "book/src/reference/lockreg.md",
-    "book/src/stores/databases.md",
+    "book/src/stores/etcd.md",
+    "book/src/stores/mysql.md",
+    "book/src/stores/postgres.md",
     "book/src/stores/redis.md",
+    "book/src/stores/sqlite.md",
+    "book/src/stores/zookeeper.md",
     "crates/lock-registry/README.md",
     "crates/lock-registry/src/options.md",
 ];

@@ -26,6 +26,28 @@ fn no_picture_is_stale() {
     );
 }
 
+/// A reader who compares stores finds each answer under the same heading.
+#[test]
+fn the_pages_of_the_stores_have_the_same_headings() {
+    const HEADINGS: &[&str] = &[
+        "## URL",
+        "## When to choose it",
+        "## Guarantee",
+        "## Settings of the server",
+        "## What a fault does",
+        "## Options",
+        "## Limits",
+        "## Throughput",
+    ];
+    let stores = Path::new(env!("CARGO_MANIFEST_DIR")).join("../book/src/stores");
+    for page in ["in-process", "sqlite", "postgres", "mysql", "redis", "zookeeper", "etcd"] {
+        let text = std::fs::read_to_string(stores.join(format!("{page}.md"))).unwrap();
+        let headings: Vec<&str> =
+            text.lines().filter(|line| line.starts_with("## ")).take(HEADINGS.len()).collect();
+        assert_eq!(headings, HEADINGS, "{page}");
+    }
+}
+
 /// The texts that are not of the form `CAUSE; REMEDY`, from which the tables are generated.
 #[test]
 fn the_page_of_errors_has_every_reason_of_a_loss_and_of_an_invalid_key() {
