@@ -159,6 +159,11 @@ programs! {
         include_str!("../output/redis_history/redlock.txt"),
         include_str!("../output/redis_history/tokens.txt"),
     ],
+    rate [] [] says ["12 calls, at most 3 at once"],
+    batch [] [] says [
+        "left for the second pass: [7]",
+        "locked: accounts/3, accounts/7",
+    ],
     queue [REDIS] [] says ["balances: [50, 50]"],
     migrations [POSTGRES] [] says ["ended well: 10"],
     cron_apalis [] [] says ["another replica has run it", "each tick ran once: true"],
