@@ -242,6 +242,7 @@ fn error_texts(root: &Path, places: &str) -> io::Result<String> {
             let is_sql = SQL.iter().any(|word| text.contains(word));
             let is_problem = !is_config || PROBLEMS.iter().any(|start| text.starts_with(start));
             let is_prose = cause.contains(' ')
+                && for_cell(cause).contains(char::is_alphabetic)
                 && for_cell(remedy) != "…"
                 && !text.ends_with("never shown")
                 && !["```", ".await", "sqlx::"].iter().any(|code| text.contains(code));
