@@ -601,6 +601,24 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     }
 }
 
+/// A reader who comes from a search must see at once what a page is for.
+#[test]
+fn every_page_begins_with_a_title_and_what_the_reader_gets() {
+    for file in files() {
+        let path = relative(&file);
+        let is_page = path.starts_with("book/src/") && path.ends_with(".md");
+        if !is_page || path.ends_with("SUMMARY.md") {
+            continue;
+        }
+        let text = read(&file);
+        let mut lines = text.lines().filter(|line| !line.is_empty());
+        assert!(lines.next().is_some_and(|line| line.starts_with("# ")), "{path}: no title");
+        let first = lines.next().unwrap_or_default();
+        let is_prose = first.starts_with(|c: char| c.is_alphabetic() || c == '`');
+        assert!(is_prose, "{path} begins with: {first}");
+    }
+}
+
 #[test]
 fn readmes_show_programs_that_are_run() {
     for (readme, fence, program) in [
