@@ -73,7 +73,7 @@ pub fn stale_pictures(root: &Path) -> io::Result<Vec<(String, String)>> {
     Ok(stale)
 }
 
-/// A rectangle with a centre line.
+/// A rectangle.
 #[derive(Debug, Clone, Copy)]
 struct Area {
     left: f64,

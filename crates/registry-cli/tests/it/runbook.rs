@@ -14,7 +14,7 @@ fn every_command_of_the_runbook_and_of_the_recipes_can_be_run() {
         let text = std::fs::read_to_string(path).unwrap();
         let commands: Vec<&str> =
             text.lines().filter_map(|line| line.strip_prefix("$ lockreg ")).collect();
-        assert_eq!(commands.len(), count, "{page}: {commands:?}");
+        assert!(commands.len() >= count, "{page}: not all commands are found: {commands:?}");
         let store = TestStore::new();
         let holder = store.start(["hold", "nightly"]);
         holder.next_line();
