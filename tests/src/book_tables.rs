@@ -99,7 +99,8 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
         Some(("exit", "statuses")) => exit_statuses(root)?,
-        Some(("errors", places)) => error_texts(root, places)?,
+        Some(("errors", places)) => error_texts(root, places, false)?,
+        Some(("findings", places)) => error_texts(root, places, true)?,
         _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
     })
 }
@@ -226,12 +227,14 @@ const PROBLEMS: &[&str] = &[
 const SQL: &[&str] =
     &["SELECT", "GET_LOCK", "RELEASE_ALL_LOCKS", "BEGIN ", "SET ", "PREPARE ", "EXECUTE "];
 
-/// Returns the texts of the form `CAUSE; REMEDY` in these files and folders of `crates`.
-fn error_texts(root: &Path, places: &str) -> io::Result<String> {
+/// Returns the texts of the form `CAUSE; REMEDY` in these files and folders of `crates`: the
+/// errors, or the findings of `doctor`.
+fn error_texts(root: &Path, places: &str, are_findings: bool) -> io::Result<String> {
     let mut files = Vec::new();
     for place in places.split(' ') {
         add_sources(&root.join("crates").join(place), &mut files)?;
     }
+    files.retain(|file| file.ends_with("diagnose.rs") == are_findings);
     files.sort();
     let mut seen = BTreeSet::new();
     let mut table = String::from("| text | what to do |\n|---|---|\n");
@@ -257,14 +260,13 @@ fn error_texts(root: &Path, places: &str) -> io::Result<String> {
     Ok(table)
 }
 
-/// Adds a file, or all Rust files of a folder, except the findings of `doctor`.
+/// Adds a file, or all Rust files of a folder, except the descriptions of events.
 fn add_sources(place: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     if place.is_dir() {
         for entry in fs::read_dir(place)? {
             add_sources(&entry?.path(), files)?;
         }
     } else if place.extension().is_some_and(|extension| extension == "rs")
-        && !place.ends_with("diagnose.rs")
         && !place.ends_with("event.rs")
     {
         files.push(place.to_owned());

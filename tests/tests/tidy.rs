@@ -510,6 +510,7 @@ fn every_test_that_a_page_names_as_proof_exists() {
     for (page, heading, default_place) in [
         ("CONTRIBUTING.md", "## Pairs of features", "registry-conformance/src/clauses"),
         ("book/src/concepts/guarantees.md", "## Tests of the promises", ""),
+        ("book/src/concepts/guarantees.md", "## Tests of the faults", ""),
     ] {
         let text = read(&root().join(page));
         let (_, rest) = text.split_once(heading).expect("the table is there");
