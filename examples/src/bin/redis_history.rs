@@ -173,10 +173,10 @@ async fn redlock(url: &str) -> Outcome {
 async fn with_tokens(url: &str, redis: &mut MultiplexedConnection) -> Outcome {
     let registry = lock_registry::connect(url).await?;
     let prices = FencedWrites::open(RedisConfig::from_url(url)?).await?;
-    let options = LockOptions::new().lease(Duration::from_millis(200)).auto_renew(false);
+    let options = LockOptions::new().lease(Duration::from_secs(1)).auto_renew(false);
 
     let a = registry.obtain("price").lock_with(options).await?;
-    sleep(Duration::from_millis(400)).await; // A is paused for longer than its lease
+    sleep(Duration::from_millis(1500)).await; // A is paused for longer than its lease
 
     let b = registry.obtain("price").lock().await?;
     println!("A pauses beyond its lease. B is granted: {}.", b.is_held());
