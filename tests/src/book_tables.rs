@@ -1,13 +1,14 @@
 //! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities and exit statuses. The program `book-tables` writes them, and a test fails if they
-//! are stale.
+//! capabilities, exit statuses and error texts. The program `book-tables` writes them, and a test
+//! fails if they are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lock_registry::RegistryConfig;
 use lock_registry::config::{OptionDescription, describe_options, describe_schemes};
@@ -15,11 +16,16 @@ use registry_core::config::format_time;
 
 /// The pages with generated tables.
 const PAGES: &[&str] = &[
-    "book/src/configuration.md",
-    "book/src/databases.md",
-    "book/src/lockreg.md",
-    "book/src/redis.md",
-    "book/src/stores.md",
+    "book/src/operate/errors.md",
+    "book/src/reference/capabilities.md",
+    "book/src/reference/configuration.md",
+    "book/src/reference/lockreg.md",
+    "book/src/stores/etcd.md",
+    "book/src/stores/mysql.md",
+    "book/src/stores/postgres.md",
+    "book/src/stores/redis.md",
+    "book/src/stores/sqlite.md",
+    "book/src/stores/zookeeper.md",
     "crates/lock-registry/README.md",
     "crates/lock-registry/src/options.md",
 ];
@@ -93,6 +99,8 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
         Some(("exit", "statuses")) => exit_statuses(root)?,
+        Some(("errors", places)) => error_texts(root, places, false)?,
+        Some(("findings", places)) => error_texts(root, places, true)?,
         _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
     })
 }
@@ -197,4 +205,118 @@ fn exit_statuses(root: &Path) -> io::Result<String> {
         let _ = writeln!(table, "| {} | {} |", status.replace('+', " + "), meaning.trim_start());
     }
     Ok(table)
+}
+
+/// The beginnings of the texts in a `config.rs` that state a problem. Its other texts describe
+/// options.
+const PROBLEMS: &[&str] = &[
+    "contains ",
+    "is ",
+    "has no ",
+    "does not ",
+    "must ",
+    "the URL ",
+    "the chroot ",
+    "encrypted ",
+    "the certificates ",
+    "cannot ",
+    "no store URL ",
+];
+
+/// Words of statements, which may contain a semicolon too.
+const SQL: &[&str] =
+    &["SELECT", "GET_LOCK", "RELEASE_ALL_LOCKS", "BEGIN ", "SET ", "PREPARE ", "EXECUTE "];
+
+/// Returns the texts of the form `CAUSE; REMEDY` in these files and folders of `crates`: the
+/// errors, or the findings of `doctor`.
+fn error_texts(root: &Path, places: &str, are_findings: bool) -> io::Result<String> {
+    let mut files = Vec::new();
+    for place in places.split(' ') {
+        add_sources(&root.join("crates").join(place), &mut files)?;
+    }
+    files.retain(|file| file.ends_with("diagnose.rs") == are_findings);
+    files.sort();
+    let mut seen = BTreeSet::new();
+    let mut table = String::from("| text | what to do |\n|---|---|\n");
+    for file in files {
+        let is_config = file.ends_with("config.rs") || file.ends_with("options.rs");
+        for text in string_literals(&fs::read_to_string(&file)?) {
+            let Some((cause, remedy)) = text.split_once("; ") else { continue };
+            let is_sql = SQL.iter().any(|word| text.contains(word));
+            let is_problem = !is_config || PROBLEMS.iter().any(|start| text.starts_with(start));
+            let is_prose = cause.contains(' ')
+                && for_cell(cause).contains(char::is_alphabetic)
+                && for_cell(remedy) != "…"
+                && !text.ends_with("never shown")
+                && !["```", ".await", "sqlx::"].iter().any(|code| text.contains(code));
+            if is_prose && is_problem && !is_sql && seen.insert(text.clone()) {
+                let _ = writeln!(table, "| {} | {} |", for_cell(cause), for_cell(remedy));
+            }
+        }
+    }
+    if seen.is_empty() {
+        return Err(io::Error::other(format!("no error texts in {places}")));
+    }
+    Ok(table)
+}
+
+/// Adds a file, or all Rust files of a folder, except the descriptions of events.
+fn add_sources(place: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
+    if place.is_dir() {
+        for entry in fs::read_dir(place)? {
+            add_sources(&entry?.path(), files)?;
+        }
+    } else if place.extension().is_some_and(|extension| extension == "rs")
+        && !place.ends_with("event.rs")
+    {
+        files.push(place.to_owned());
+    }
+    Ok(())
+}
+
+/// Returns the string literals outside of comments, attributes that explain lints, and tests.
+fn string_literals(source: &str) -> Vec<String> {
+    let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
+    let mut literals = Vec::new();
+    let mut open: Option<String> = None;
+    for line in code.lines() {
+        let trimmed = line.trim_start();
+        if open.is_none() && (trimmed.starts_with("//") || line.contains("reason = ")) {
+            continue;
+        }
+        // A line of a literal that ends with a backslash continues after the indent of the next.
+        let line = if open.is_some() { trimmed } else { line };
+        let line = line.replace("'\"'", "");
+        let mut chars = line.chars();
+        while let Some(c) = chars.next() {
+            match (&mut open, c) {
+                (None, '"') => open = Some(String::new()),
+                (Some(_), '"') => literals.extend(open.take()),
+                (Some(text), '\\') => text.extend(chars.next()),
+                (Some(text), c) => text.push(c),
+                (None, _) => {}
+            }
+        }
+    }
+    literals
+}
+
+/// Returns the text with `…` for each value that the program inserts.
+fn for_cell(text: &str) -> String {
+    let mut cell = String::new();
+    let mut in_value = false;
+    for c in text.chars() {
+        match c {
+            '{' => {
+                in_value = true;
+                cell.push('…');
+            }
+            '}' => in_value = false,
+            '|' => cell.push_str("\\|"),
+            '<' => cell.push_str("&lt;"),
+            c if !in_value => cell.push(c),
+            _ => {}
+        }
+    }
+    cell
 }

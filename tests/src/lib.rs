@@ -7,3 +7,4 @@ pub mod sections;
 
 #[cfg(feature = "server-tests")]
 pub mod book_tables;
+pub mod pictures;

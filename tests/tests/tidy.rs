@@ -162,14 +162,14 @@ const SECOND_NAMES: &[(&str, &str)] = &[
 ];
 
 /// Pages for users of other libraries quote the terms of those libraries.
-const TRANSLATORS: &[&str] = &["book/src/spring.md", "ARCHITECTURE.md"];
+const TRANSLATORS: &[&str] = &["book/src/come-from/", "ARCHITECTURE.md"];
 
 #[test]
 fn each_thing_has_one_name_in_what_users_read() {
     let mut found = Vec::new();
     for file in files() {
         let path = relative(&file);
-        if TRANSLATORS.contains(&&*path) {
+        if TRANSLATORS.iter().any(|page| path.starts_with(page)) {
             continue;
         }
         let is_doc = path.ends_with(".md");
@@ -249,7 +249,7 @@ const VAGUE_WORDS_ALLOWED: &[(&str, &str, &str)] = &[
     ("tests/tests/tidy.rs", "", "this list"),
     ("_typos.toml", "", "a list of words"),
     ("crates/registry-cli/src/doctor.rs", "tells losses", "a field of the JSON output"),
-    ("book/src/spring.md", "heart beat millis", "an option of Spring Integration"),
+    ("book/src/come-from/spring.md", "heart beat millis", "an option of Spring Integration"),
     ("crates/registry-jdbc/tests/opening.rs", "nobody", "the name of a user"),
 ];
 
@@ -509,7 +509,8 @@ fn every_test_that_a_page_names_as_proof_exists() {
     // The last column is the place of tests that have no path before them.
     for (page, heading, default_place) in [
         ("CONTRIBUTING.md", "## Pairs of features", "registry-conformance/src/clauses"),
-        ("book/src/guarantees.md", "## Tests of the promises", ""),
+        ("book/src/concepts/guarantees.md", "## Tests of the promises", ""),
+        ("book/src/concepts/guarantees.md", "## Tests of the faults", ""),
     ] {
         let text = read(&root().join(page));
         let (_, rest) = text.split_once(heading).expect("the table is there");
@@ -584,7 +585,10 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     let book = root().join("book/src");
     let summary = read(&book.join("SUMMARY.md"));
     let listed: BTreeSet<&str> = links(&summary).into_iter().collect();
-    for file in files().into_iter().filter(|file| file.starts_with(&book)) {
+    let is_page = |file: &PathBuf| {
+        file.starts_with(&book) && file.extension().is_some_and(|extension| extension == "md")
+    };
+    for file in files().into_iter().filter(is_page) {
         let page = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
         assert!(page == "SUMMARY.md" || listed.contains(&*page), "{page} is not in SUMMARY.md");
         let text = read(&file);
@@ -595,6 +599,24 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
                 "{page}: Rust that is not included from an example:\n{code:.200}"
             );
         }
+    }
+}
+
+/// A reader who comes from a search must see at once what a page is for.
+#[test]
+fn every_page_begins_with_a_title_and_what_the_reader_gets() {
+    for file in files() {
+        let path = relative(&file);
+        let is_page = path.starts_with("book/src/") && path.ends_with(".md");
+        if !is_page || path.ends_with("SUMMARY.md") {
+            continue;
+        }
+        let text = read(&file);
+        let mut lines = text.lines().filter(|line| !line.is_empty());
+        assert!(lines.next().is_some_and(|line| line.starts_with("# ")), "{path}: no title");
+        let first = lines.next().unwrap_or_default();
+        let is_prose = first.starts_with(|c: char| c.is_alphabetic() || c == '`');
+        assert!(is_prose, "{path} begins with: {first}");
     }
 }
 

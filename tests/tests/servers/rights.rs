@@ -407,7 +407,7 @@ fn book_rights() -> BTreeMap<String, Vec<String>> {
 }
 
 fn book() -> String {
-    read("book/src/redis.md")
+    read("book/src/stores/redis.md")
 }
 
 fn read(path: &str) -> String {

@@ -15,6 +15,7 @@ mod output;
 #[cfg(all(feature = "redis", feature = "server-tests"))]
 mod redis;
 mod run;
+mod runbook;
 mod secrets;
 #[cfg(all(any(feature = "mysql", feature = "postgres"), feature = "server-tests"))]
 mod sql;

@@ -124,7 +124,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         // Connection limits: of the server, of this user, of this user per hour.
         1040 | 1203 | 1226 => (
             Transient,
-            "the server accepts no more connections; raise its limits, or lower `connections`",
+            "the server accepts no more connections; raise its limits, or lower `pool`",
             false,
         ),
         // Memory of the host, not of this process alone.

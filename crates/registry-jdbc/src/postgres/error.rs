@@ -170,7 +170,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         "53200" => (Transient, "the server's memory ran out; reduce its load", false),
         "53300" => (
             Transient,
-            "the server has no free connection; raise max_connections, or lower `connections`",
+            "the server has no free connection; raise max_connections, or lower `pool`",
             true,
         ),
         "28000" | "28P01" => (

@@ -79,7 +79,7 @@ pub(crate) fn not_connected(
                 .as_refused();
         }
         PoolError::Sqlx(error) => return explain(error).as_refused(),
-        PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
+        PoolError::Exhausted => "all connections were in use for too long; raise `pool`",
         PoolError::TimedOut => {
             "the server could not be reached in time; check its address and the network"
         }
