@@ -19,6 +19,7 @@ use crate::key::Key;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
+use crate::observed::ObservedCall;
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
@@ -28,6 +29,19 @@ use crate::stall_detector::Suspension;
 ///
 /// `current_mode` returns the mode, which may change while the caller waits for the local permit.
 pub(crate) async fn acquire(
+    local_lock: &Arc<LocalLock>,
+    current_mode: impl Fn() -> ClaimMode,
+    options: &LockOptions,
+) -> Result<Option<LockGuard>, LockError> {
+    let call = ObservedCall::begin(local_lock, current_mode());
+    let result = acquire_unobserved(local_lock, current_mode, options).await;
+    if let Some(call) = call {
+        call.end(result.as_ref().map(Option::as_ref));
+    }
+    result
+}
+
+async fn acquire_unobserved(
     local_lock: &Arc<LocalLock>,
     current_mode: impl Fn() -> ClaimMode,
     options: &LockOptions,
@@ -97,6 +111,21 @@ pub(crate) async fn try_acquire_all(
     local_locks: &[&Arc<LocalLock>],
     options: &LockOptions,
 ) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
+    let calls = local_locks.iter().map(|it| ObservedCall::begin(it, ClaimMode::Exclusive));
+    let calls: Vec<_> = calls.collect();
+    let result = try_acquire_all_unobserved(local_locks, options).await;
+    for (call, local_lock) in calls.into_iter().zip(local_locks) {
+        let Some(call) = call else { continue };
+        let is_of_key = |guard: &&LockGuard| guard.key() == local_lock.key().as_str();
+        call.end(result.as_ref().map(|(guards, _)| guards.iter().find(is_of_key)));
+    }
+    result
+}
+
+async fn try_acquire_all_unobserved(
+    local_locks: &[&Arc<LocalLock>],
+    options: &LockOptions,
+) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
     tokio::task::coop::consume_budget().await;
     let mut guards = Vec::with_capacity(local_locks.len());
     let Some(engine) = local_locks.first().map(|local_lock| local_lock.engine()) else {
@@ -147,7 +176,8 @@ pub(crate) async fn try_acquire_all(
             match attempt.await {
                 // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
-                    let retried = Box::pin(acquire(local_locks[index], || mode, options)).await;
+                    let acquired = acquire_unobserved(local_locks[index], || mode, options);
+                    let retried = Box::pin(acquired).await;
                     (
                         index,
                         retried.map(|guard| guard.map_or(KeyOutcome::Busy, KeyOutcome::Retried)),
