@@ -10,7 +10,7 @@ use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
 use crate::error::{BackendError, BackendErrorKind, LockError};
-use crate::event::LockEvent;
+use crate::event::{AcquireEnd, LockEvent};
 use crate::fairness::Contention;
 use crate::fencing::FencingToken;
 use crate::grant::ActiveGrant;
@@ -33,12 +33,24 @@ pub(crate) async fn acquire(
     current_mode: impl Fn() -> ClaimMode,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
-    let call = ObservedCall::begin(local_lock, current_mode());
+    let call = ObservedCall::begin(local_lock.engine(), local_lock.key(), current_mode());
     let result = acquire_unobserved(local_lock, current_mode, options).await;
     if let Some(call) = call {
-        call.end(result.as_ref().map(Option::as_ref));
+        end_observed(call, result.as_ref().map(Option::as_ref));
     }
     result
+}
+
+/// Ends a call with its result, and begins the hold of a new guard.
+fn end_observed(call: ObservedCall<'_>, result: Result<Option<&LockGuard>, &LockError>) {
+    call.end(match result {
+        Ok(Some(guard)) => AcquireEnd::Acquired(guard.fencing_token()),
+        Ok(None) => AcquireEnd::Busy,
+        Err(_) => AcquireEnd::Failed,
+    });
+    if let Ok(Some(guard)) = result {
+        guard.hold().observe();
+    }
 }
 
 async fn acquire_unobserved(
@@ -111,13 +123,15 @@ pub(crate) async fn try_acquire_all(
     local_locks: &[&Arc<LocalLock>],
     options: &LockOptions,
 ) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
-    let calls = local_locks.iter().map(|it| ObservedCall::begin(it, ClaimMode::Exclusive));
+    let calls = local_locks
+        .iter()
+        .map(|it| ObservedCall::begin(it.engine(), it.key(), ClaimMode::Exclusive));
     let calls: Vec<_> = calls.collect();
     let result = try_acquire_all_unobserved(local_locks, options).await;
     for (call, local_lock) in calls.into_iter().zip(local_locks) {
         let Some(call) = call else { continue };
         let is_of_key = |guard: &&LockGuard| guard.key() == local_lock.key().as_str();
-        call.end(result.as_ref().map(|(guards, _)| guards.iter().find(is_of_key)));
+        end_observed(call, result.as_ref().map(|(guards, _)| guards.iter().find(is_of_key)));
     }
     result
 }

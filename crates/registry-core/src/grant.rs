@@ -318,8 +318,18 @@ impl ActiveGrant {
         self.first_token
     }
 
-    pub(crate) fn observed_holds(&self) -> &ObservedHolds {
-        &self.observed_holds
+    /// Emits the begin of a hold with `token`, and returns its id.
+    pub(crate) fn begin_observed_hold(self: &Arc<Self>, token: FencingToken) -> u64 {
+        let id = self.observed_holds.begin(self.engine(), &self.claim, token);
+        if let Some(reason) = self.loss() {
+            self.observed_holds.end_all(self.engine(), &self.claim, reason);
+        }
+        id
+    }
+
+    /// Emits the end of a hold, unless its loss was emitted.
+    pub(crate) fn end_observed_hold(&self, id: u64) {
+        self.observed_holds.end(self.engine(), &self.claim, id);
     }
 
     pub(crate) fn granted_at(&self) -> Moment {
@@ -410,7 +420,7 @@ impl ActiveGrant {
             token: self.first_token,
             reason,
         });
-        self.observed_holds.end_all(self, reason);
+        self.observed_holds.end_all(engine, &self.claim, reason);
         let (permit_to_pass_now, permit_to_pass_after_release) = match reason {
             // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
             // may be unreachable, and the next local caller must find that out by its own request,
@@ -824,7 +834,8 @@ impl EndingGrant {
 
     /// Emits the begin of the release of a hold with this token.
     pub(crate) fn observe(&mut self, token: FencingToken) {
-        self.observed = ObservedRelease::begin(self.grant(), token);
+        let grant = self.grant();
+        self.observed = ObservedRelease::begin(grant.engine(), &grant.claim, token);
     }
 
     fn set_observed_end(&mut self, end: ReleaseEnd) {

@@ -732,16 +732,13 @@ impl Hold {
         if grant.engine().observers.is_empty() || self.observed_id.load(Ordering::Relaxed) != 0 {
             return;
         }
-        self.observed_id.store(grant.observed_holds().begin(grant, self.token), Ordering::Relaxed);
-        if let Some(reason) = grant.loss() {
-            grant.observed_holds().end_all(grant, reason);
-        }
+        self.observed_id.store(grant.begin_observed_hold(self.token), Ordering::Relaxed);
     }
 
     fn end_observed(&self) {
         let id = self.observed_id.load(Ordering::Relaxed);
         if id != 0 {
-            self.grant.observed_holds().end(&self.grant, id);
+            self.grant.end_observed_hold(id);
         }
     }
 
