@@ -1,6 +1,6 @@
 //! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities and exit statuses. The program `book-tables` writes them, and a test fails if they
-//! are stale.
+//! capabilities, metrics and exit statuses. The program `book-tables` writes them, and a test fails
+//! if they are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 
@@ -11,6 +11,7 @@ use std::path::Path;
 
 use lock_registry::RegistryConfig;
 use lock_registry::config::{OptionDescription, describe_options, describe_schemes};
+use lock_registry::observe::describe_metrics;
 use registry_core::config::format_time;
 
 /// The pages with generated tables.
@@ -18,6 +19,7 @@ const PAGES: &[&str] = &[
     "book/src/configuration.md",
     "book/src/databases.md",
     "book/src/lockreg.md",
+    "book/src/operating.md",
     "book/src/redis.md",
     "book/src/stores.md",
     "crates/lock-registry/README.md",
@@ -92,9 +94,26 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "schemes" => schemes(),
         None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
+        None if name == "metrics" => metrics(),
         Some(("exit", "statuses")) => exit_statuses(root)?,
         _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
     })
+}
+
+fn metrics() -> String {
+    let mut table = String::from(
+        "| metric | kind | labels in addition to `store` and `name` | meaning |\n|---|---|---|---|\n",
+    );
+    for metric in describe_metrics() {
+        let labels = metric.labels.iter().map(|(name, values)| match *name {
+            "mode" => "`mode`".to_owned(),
+            name => format!("`{name}`: `{}`", values.join("`, `")),
+        });
+        let labels = labels.collect::<Vec<_>>().join("; ");
+        let (name, kind, help) = (metric.name, metric.kind.name(), metric.help);
+        let _ = writeln!(table, "| `{name}` | {kind} | {labels} | {help} |");
+    }
+    table
 }
 
 fn all_options() -> String {
