@@ -584,10 +584,20 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     let book = root().join("book/src");
     let summary = read(&book.join("SUMMARY.md"));
     let listed: BTreeSet<&str> = links(&summary).into_iter().collect();
-    for file in files().into_iter().filter(|file| file.starts_with(&book)) {
+    let files: Vec<_> = files().into_iter().filter(|file| file.starts_with(&book)).collect();
+    let (pages, others): (Vec<_>, Vec<_>) =
+        files.iter().partition(|file| file.extension().is_some_and(|it| it == "md"));
+    // Other files are copied into the book, and a page links to them.
+    let texts: Vec<_> = pages.iter().map(|page| read(page)).collect();
+    let linked: BTreeSet<&str> = texts.iter().flat_map(|text| links(text)).collect();
+    for file in others {
+        let name = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
+        assert!(linked.contains(&*name), "no page links to {name}");
+    }
+    for file in pages {
         let page = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
         assert!(page == "SUMMARY.md" || listed.contains(&*page), "{page} is not in SUMMARY.md");
-        let text = read(&file);
+        let text = read(file);
         for block in text.split("```rust").skip(1) {
             let code = block.split_once('\n').map_or("", |(_, rest)| rest);
             assert!(
