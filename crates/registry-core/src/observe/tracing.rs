@@ -15,8 +15,8 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 /// | level | events |
 /// |---|---|
 /// | warn | lost locks, failed renewals, claims left to their lease |
-/// | info | start and end of closing |
-/// | debug | grants, conversions, releases, failed attempts and releases, expired waits |
+/// | info | start and end of closing, and of the term of a leader |
+/// | debug | all others |
 /// | trace | local waits, busy responses, renewals |
 ///
 /// Three spans of level info last as long as what they describe. Their parent is the span in which

@@ -115,11 +115,22 @@ async fn each_event_contains_the_mode_and_the_units() {
     assert_eq!(log.take(), expected);
 }
 
-/// The in-process store. Its attempts panic if `panics` is set.
+/// The in-process store. Its attempts panic if `panics` is set, and its requests fail if `fails` is
+/// set.
 #[derive(Debug, Default)]
 struct Store {
     inner: MemoryBackend,
     panics: AtomicBool,
+    fails: AtomicBool,
+}
+
+impl Store {
+    fn check(&self) -> Result<(), BackendError> {
+        match self.fails.load(Ordering::Relaxed) {
+            true => Err(BackendError::transient("the store is down")),
+            false => Ok(()),
+        }
+    }
 }
 
 #[async_trait]
@@ -130,11 +141,15 @@ impl LockBackend for Store {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         assert!(!self.panics.load(Ordering::Relaxed), "the store panics");
+        self.check()?;
         self.inner.try_acquire(claim).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.inner.renew(claims).await
+        match self.check() {
+            Ok(()) => self.inner.renew(claims).await,
+            Err(error) => vec![Err(error); claims.len()],
+        }
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
@@ -450,6 +465,37 @@ mod counted {
             "lock_registry_waiting mode=upgradable name=k store=memory: 0",
         ];
         assert_eq!(totals.lines(), expected);
+    }
+
+    #[test]
+    fn failed_requests_and_the_loss_that_follows_are_counted() {
+        let totals = recorded(|| async {
+            let store = Arc::new(Store::default());
+            let registry = Registry::builder(Arc::clone(&store) as Arc<dyn LockBackend>);
+            let observer = Arc::new(MetricsObserver::new("memory"));
+            let registry = registry.observer(observer).build().unwrap();
+            let guard = registry.obtain("k").lock().await.unwrap();
+            store.fails.store(true, Ordering::Relaxed);
+            assert_eq!(guard.lost().await, LostReason::Expired);
+            let wait = Duration::from_millis(1);
+            assert!(registry.obtain("other").try_lock_for(wait).await.is_err());
+        });
+        let lines = totals.lines();
+        let count = |start: &str| {
+            let line = lines.iter().find_map(|line| line.strip_prefix(start));
+            line.and_then(|line| line.rsplit_once(": ")?.1.parse::<u64>().ok()).unwrap_or(0)
+        };
+        let exclusive =
+            |name: &str, rest: &str| count(&format!("{name} mode=exclusive name={rest}"));
+        let renewals = exclusive("lock_registry_renewals_total", "k outcome=failed store=memory");
+        assert!(renewals >= 2, "{lines:#?}");
+        assert_eq!(exclusive("lock_registry_lost_total", "k reason=expired store=memory"), 1);
+        let not_acquired = "lock_registry_not_acquired_total";
+        assert_eq!(exclusive(not_acquired, "other reason=failed store=memory"), 1);
+        let attempts =
+            exclusive("lock_registry_attempts_total", "other outcome=failed store=memory");
+        assert!(attempts >= 1, "{lines:#?}");
+        assert_eq!(exclusive("lock_registry_held", "k store=memory"), 0);
     }
 
     #[test]
