@@ -129,6 +129,11 @@ programs! {
     sigterm [] [] says ["clean: true", "jobs finished: "],
     routing [] [] says ["payments/7 is locked", "metrics/cpu is locked", "anything else is locked", "class none"],
     threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
+    metrics [] [] says [
+        "lock_registry_held{store=\"memory\",name=\"orders/*\",mode=\"exclusive\"} 1",
+        "lock_registry_held{store=\"memory\",name=\"tenants/*/import\",mode=\"exclusive\"} 1",
+        "lock_registry_not_acquired_total{store=\"memory\",name=\"orders/*\",mode=\"exclusive\",reason=\"busy\"} 1",
+    ],
     observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],
     custom_backend [] [] says ["busy: true", "held: true"],
     spring_peer [REDIS] [] says [

@@ -1,5 +1,5 @@
 //! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities, exit statuses and error texts. The program `book-tables` writes them, and a test
+//! capabilities, metrics, exit statuses and error texts. The program `book-tables` writes them, and a test
 //! fails if they are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
@@ -12,11 +12,13 @@ use std::path::{Path, PathBuf};
 
 use lock_registry::RegistryConfig;
 use lock_registry::config::{OptionDescription, describe_options, describe_schemes};
+use lock_registry::observe::describe_metrics;
 use registry_core::config::format_time;
 
 /// The pages with generated tables.
 const PAGES: &[&str] = &[
     "book/src/operate/errors.md",
+    "book/src/operate/monitoring.md",
     "book/src/reference/capabilities.md",
     "book/src/reference/configuration.md",
     "book/src/reference/lockreg.md",
@@ -98,11 +100,28 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "schemes" => schemes(),
         None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
+        None if name == "metrics" => metrics(),
         Some(("exit", "statuses")) => exit_statuses(root)?,
         Some(("errors", places)) => error_texts(root, places, false)?,
         Some(("findings", places)) => error_texts(root, places, true)?,
         _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
     })
+}
+
+fn metrics() -> String {
+    let mut table = String::from(
+        "| metric | kind | labels in addition to `store` and `name` | meaning |\n|---|---|---|---|\n",
+    );
+    for metric in describe_metrics() {
+        let labels = metric.labels.iter().map(|(name, values)| match *name {
+            "mode" => "`mode`".to_owned(),
+            name => format!("`{name}`: `{}`", values.join("`, `")),
+        });
+        let labels = labels.collect::<Vec<_>>().join("; ");
+        let (name, kind, help) = (metric.name, metric.kind.name(), metric.help);
+        let _ = writeln!(table, "| `{name}` | {kind} | {labels} | {help} |");
+    }
+    table
 }
 
 fn all_options() -> String {

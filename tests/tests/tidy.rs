@@ -585,13 +585,22 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     let book = root().join("book/src");
     let summary = read(&book.join("SUMMARY.md"));
     let listed: BTreeSet<&str> = links(&summary).into_iter().collect();
-    let is_page = |file: &PathBuf| {
-        file.starts_with(&book) && file.extension().is_some_and(|extension| extension == "md")
+    let files: Vec<_> = files().into_iter().filter(|file| file.starts_with(&book)).collect();
+    let (pages, others): (Vec<_>, Vec<_>) =
+        files.iter().partition(|file| file.extension().is_some_and(|it| it == "md"));
+    // Other files are copied into the book, and a page links to them.
+    let linked_from = |page: &&PathBuf| {
+        let (text, folder) = (read(page), page.parent().expect("a file is in a folder"));
+        links(&text).into_iter().map(|link| folder.join(link)).collect::<Vec<_>>()
     };
-    for file in files().into_iter().filter(is_page) {
+    let linked: BTreeSet<PathBuf> = pages.iter().flat_map(linked_from).collect();
+    for file in others {
+        assert!(linked.contains(file), "no page links to {}", relative(file));
+    }
+    for file in pages {
         let page = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
         assert!(page == "SUMMARY.md" || listed.contains(&*page), "{page} is not in SUMMARY.md");
-        let text = read(&file);
+        let text = read(file);
         for block in text.split("```rust").skip(1) {
             let code = block.split_once('\n').map_or("", |(_, rest)| rest);
             assert!(

@@ -64,6 +64,8 @@ pub struct RegistryConfig {
     environment: Options,
     file: Options,
     observers: Vec<Arc<dyn Observer>>,
+    #[cfg(feature = "metrics")]
+    metric_names: registry_core::observe::KeyNames,
     connect_within: Option<Duration>,
     /// The first error of a deserialized section, which `check` returns. A deserializer's own error
     /// would quote the surrounding text, which may contain a password.
@@ -191,6 +193,13 @@ impl RegistryConfig {
         self
     }
 
+    /// Sets how the label `name` of the metrics is derived from keys.
+    #[cfg(feature = "metrics")]
+    pub fn metric_names(mut self, names: registry_core::observe::KeyNames) -> Self {
+        self.metric_names = names;
+        self
+    }
+
     /// Validates the URL, every value and every name, without I/O.
     ///
     /// # Errors
@@ -233,7 +242,14 @@ impl RegistryConfig {
     /// remains.
     pub async fn connect(self) -> Result<Registry, ConfigError> {
         let resolved = self.resolve()?;
-        connect::open(resolved, self.observers, self.connect_within).await
+        connect::open(
+            resolved,
+            self.observers,
+            self.connect_within,
+            #[cfg(feature = "metrics")]
+            self.metric_names,
+        )
+        .await
     }
 
     /// Returns the options that are set, each with its strongest source. The result contains no

@@ -78,12 +78,15 @@ pub(crate) async fn open(
     resolved: Resolved,
     observers: Vec<Arc<dyn Observer>>,
     limit: Option<Duration>,
+    #[cfg(feature = "metrics")] metric_names: registry_core::observe::KeyNames,
 ) -> Result<Registry, ConfigError> {
     // Stores open connections on the runtime. Without a runtime, some client libraries panic.
     Registry::check_runtime()?;
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
-    let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
+    let metrics = registry_core::observe::MetricsObserver::new(store.scheme()).names(metric_names);
+    #[cfg(feature = "tracing")]
+    let tracing = registry_core::observe::TracingObserver::new().store(store.scheme());
     let limit = match limit {
         Some(limit) => limit,
         None => parsed(&options, "connect_timeout", parse_time)?.unwrap_or(CONNECT_TIMEOUT),
@@ -100,7 +103,7 @@ pub(crate) async fn open(
     }
     #[cfg(feature = "tracing")]
     {
-        builder = builder.observer(Arc::new(registry_core::observe::TracingObserver::new()));
+        builder = builder.observer(Arc::new(tracing));
     }
     if let Some(lease) = parsed(&options, "lease", parse_time)? {
         builder = builder.lease(lease);

@@ -10,7 +10,7 @@ use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
 use crate::error::{BackendError, BackendErrorKind, LockError};
-use crate::event::LockEvent;
+use crate::event::{AcquireEnd, LockEvent};
 use crate::fairness::Contention;
 use crate::fencing::FencingToken;
 use crate::grant::ActiveGrant;
@@ -19,6 +19,7 @@ use crate::key::Key;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
+use crate::observed::ObservedCall;
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
@@ -29,6 +30,31 @@ use crate::stall_detector::Suspension;
 ///
 /// `current_mode` returns the mode, which may change while the caller waits for the local permit.
 pub(crate) async fn acquire(
+    local_lock: &Arc<LocalLock>,
+    current_mode: impl Fn() -> ClaimMode,
+    options: &LockOptions,
+) -> Result<Option<LockGuard>, LockError> {
+    let call = ObservedCall::begin(local_lock.engine(), local_lock.key(), current_mode());
+    let result = acquire_unobserved(local_lock, current_mode, options).await;
+    if let Some(call) = call {
+        end_observed(call, result.as_ref().map(Option::as_ref));
+    }
+    result
+}
+
+/// Ends a call with its result, and begins the hold of a new guard.
+fn end_observed(call: ObservedCall<'_>, result: Result<Option<&LockGuard>, &LockError>) {
+    call.end(match result {
+        Ok(Some(guard)) => AcquireEnd::Acquired(guard.fencing_token()),
+        Ok(None) => AcquireEnd::Busy,
+        Err(_) => AcquireEnd::Failed,
+    });
+    if let Ok(Some(guard)) = result {
+        guard.hold().observe();
+    }
+}
+
+async fn acquire_unobserved(
     local_lock: &Arc<LocalLock>,
     current_mode: impl Fn() -> ClaimMode,
     options: &LockOptions,
@@ -98,6 +124,23 @@ pub(crate) async fn try_acquire_all(
     local_locks: &[&Arc<LocalLock>],
     options: &LockOptions,
 ) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
+    let calls = local_locks
+        .iter()
+        .map(|it| ObservedCall::begin(it.engine(), it.key(), ClaimMode::Exclusive));
+    let calls: Vec<_> = calls.collect();
+    let result = try_acquire_all_unobserved(local_locks, options).await;
+    for (call, local_lock) in calls.into_iter().zip(local_locks) {
+        let Some(call) = call else { continue };
+        let is_of_key = |guard: &&LockGuard| guard.key() == local_lock.key().as_str();
+        end_observed(call, result.as_ref().map(|(guards, _)| guards.iter().find(is_of_key)));
+    }
+    result
+}
+
+async fn try_acquire_all_unobserved(
+    local_locks: &[&Arc<LocalLock>],
+    options: &LockOptions,
+) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
     tokio::task::coop::consume_budget().await;
     let mut guards = Vec::with_capacity(local_locks.len());
     let Some(engine) = local_locks.first().map(|local_lock| local_lock.engine()) else {
@@ -148,7 +191,8 @@ pub(crate) async fn try_acquire_all(
             match attempt.await {
                 // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
-                    let retried = Box::pin(acquire(local_locks[index], || mode, options)).await;
+                    let acquired = acquire_unobserved(local_locks[index], || mode, options);
+                    let retried = Box::pin(acquired).await;
                     (
                         index,
                         retried.map(|guard| guard.map_or(KeyOutcome::Busy, KeyOutcome::Retried)),

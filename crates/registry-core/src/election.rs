@@ -20,6 +20,7 @@ use crate::error::{InvalidOption, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::{Hold, LockGuard};
+use crate::local_lock::LocalLock;
 use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
 use crate::once::{host_time, millis};
@@ -248,6 +249,8 @@ impl Election {
         let _running = self.candidate.running.lock().await;
         let (stop, stopping) = watch::channel(false);
         let stop = StopSignal::install(&self.candidate, stop);
+        let engine = self.lock.local_lock()?.engine();
+        engine.emit(|| LockEvent::Campaigning { key: self.role() });
         let (guard, vacancy) = self.campaign().await?;
         if !guard.is_held() {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
@@ -528,16 +531,20 @@ struct ReportedTerm {
 /// Sends `Follower` when it is dropped, unless another term has begun.
 struct FollowerOnDrop {
     candidate: Arc<Candidate>,
-    leader: Leadership,
+    local_lock: Arc<LocalLock>,
+    token: FencingToken,
 }
 
 impl ReportedTerm {
     fn begin(candidate: &Arc<Candidate>, guard: &LockGuard) -> Self {
-        let leader = Leadership::Leader(guard.fencing_token());
-        candidate.leadership.send_replace(leader);
-        let background = guard.hold().grant().engine().background.clone();
-        let follower = FollowerOnDrop { candidate: Arc::clone(candidate), leader };
-        Self { follower: Some(follower), background }
+        let token = guard.fencing_token();
+        candidate.leadership.send_replace(Leadership::Leader(token));
+        let local_lock = Arc::clone(guard.hold().grant().local_lock());
+        let engine = local_lock.engine();
+        engine.emit(|| LockEvent::LeadershipBegan { key: local_lock.key().as_str(), token });
+        let background = engine.background.clone();
+        let candidate = Arc::clone(candidate);
+        Self { follower: Some(FollowerOnDrop { candidate, local_lock, token }), background }
     }
 
     fn end(mut self) {
@@ -557,13 +564,15 @@ impl Drop for ReportedTerm {
 
 impl Drop for FollowerOnDrop {
     fn drop(&mut self) {
+        let (key, token) = (self.local_lock.key().as_str(), self.token);
         self.candidate.leadership.send_if_modified(|now| {
-            let has_ended = *now == self.leader;
+            let has_ended = *now == Leadership::Leader(token);
             if has_ended {
                 *now = Leadership::Follower;
             }
             has_ended
         });
+        self.local_lock.engine().emit(|| LockEvent::LeadershipEnded { key, token });
     }
 }
 

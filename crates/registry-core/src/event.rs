@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use crate::backend::Busy;
 use crate::error::{BackendError, LostReason};
@@ -19,6 +19,35 @@ use crate::panic_safe::catch_panic;
     reason = "the fields repeat their types' docs; each variant says when it happens"
 )]
 pub enum LockEvent<'a> {
+    /// A call began to acquire a lock. [`AcquireEnded`](Self::AcquireEnded) with the same `id`
+    /// follows in any case, also if the call's future is dropped. No other call, hold or release of
+    /// this process has this `id`.
+    #[non_exhaustive]
+    AcquireBegan { id: u64, key: &'a str, mode: ClaimMode },
+    /// A call that acquires a lock ended.
+    #[non_exhaustive]
+    AcquireEnded { id: u64, key: &'a str, mode: ClaimMode, waited: Duration, end: AcquireEnd },
+    /// A caller holds the lock. [`HoldEnded`](Self::HoldEnded) with the same `id` follows.
+    #[non_exhaustive]
+    HoldBegan { id: u64, key: &'a str, mode: ClaimMode, token: FencingToken },
+    /// The last guard of a hold is gone, or the lock was lost or converted. A conversion begins a
+    /// new hold.
+    #[non_exhaustive]
+    HoldEnded {
+        id: u64,
+        key: &'a str,
+        mode: ClaimMode,
+        token: FencingToken,
+        held_for: Duration,
+        end: HoldEnd,
+    },
+    /// The release of a held lock began. [`ReleaseEnded`](Self::ReleaseEnded) with the same `id`
+    /// follows.
+    #[non_exhaustive]
+    ReleaseBegan { id: u64, key: &'a str, mode: ClaimMode, token: FencingToken },
+    /// A release has an outcome. Lost locks are released without these events.
+    #[non_exhaustive]
+    ReleaseEnded { id: u64, key: &'a str, mode: ClaimMode, end: ReleaseEnd },
     /// A caller waits in the local queue, behind other callers of this process.
     #[non_exhaustive]
     Waiting { key: &'a str, mode: ClaimMode },
@@ -70,10 +99,75 @@ pub enum LockEvent<'a> {
     /// closed before the end of a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str, mode: ClaimMode },
+    /// A candidate of the role `key` campaigns.
+    #[non_exhaustive]
+    Campaigning { key: &'a str },
+    /// A candidate became the leader of the role `key`.
+    /// [`LeadershipEnded`](Self::LeadershipEnded) follows.
+    #[non_exhaustive]
+    LeadershipBegan { key: &'a str, token: FencingToken },
+    /// A leader has stepped down or lost its term.
+    #[non_exhaustive]
+    LeadershipEnded { key: &'a str, token: FencingToken },
+    /// A call of the job `key` ended, or one of its ticks. `completed_at` is the time at which the
+    /// last known tick was completed, by the store's clock where clients can read it.
+    #[non_exhaustive]
+    Tick { key: &'a str, end: TickEnd, completed_at: Option<SystemTime> },
     /// The registry began to close and grants no more locks.
     Closing,
     /// The registry is closed.
     Closed,
+}
+
+/// How a call that acquires a lock ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AcquireEnd {
+    /// The caller holds the lock.
+    Acquired(FencingToken),
+    /// The lock was held until the deadline.
+    Busy,
+    /// The call returned an error.
+    Failed,
+    /// The call's future was dropped, or it panicked.
+    Dropped,
+}
+
+/// How a hold ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HoldEnd {
+    /// The last guard was dropped or converted.
+    Released,
+    /// The lock was lost.
+    Lost(LostReason),
+}
+
+/// How a release ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReleaseEnd {
+    /// The claim does not hold the key any more.
+    Released,
+    /// The claim passed to the next caller of this process.
+    HandedOver,
+    /// The outcome is unknown, and the claim ends with its lease.
+    Failed,
+}
+
+/// How a tick of a job ended. See [`ScheduledJob::run`](crate::once::ScheduledJob::run).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TickEnd {
+    /// This process ran the tick and recorded it.
+    Done,
+    /// The tick was completed before.
+    AlreadyDone,
+    /// Another holder has the lock of the job.
+    Busy,
+    /// The tick is not recorded: its work or a request failed, the lock was lost, or the call was
+    /// dropped.
+    Failed,
 }
 
 /// Receives registry events synchronously, on the task that emits them. An implementation must be

@@ -18,7 +18,7 @@ use crate::backend::{Claim, Grant};
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
-use crate::event::LockEvent;
+use crate::event::{LockEvent, ReleaseEnd};
 use crate::fencing::FencingToken;
 use crate::guard::{Hold, LockGuard};
 use crate::invalidation::Epoch;
@@ -26,6 +26,7 @@ use crate::lease::{Due, Lease, LeaseOptions};
 use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
+use crate::observed::{ObservedHolds, ObservedRelease};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::release::{PendingRelease, PermitUntilReleased, release_in_background};
@@ -51,6 +52,7 @@ pub(crate) struct ActiveGrant {
     lost: Notify,
     /// A future waits for a notification of `lost`.
     has_loss_waiter: AtomicBool,
+    observed_holds: ObservedHolds,
     state: Mutex<GrantState>,
 }
 
@@ -215,6 +217,7 @@ impl ActiveGrant {
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
             has_loss_waiter: false.into(),
+            observed_holds: ObservedHolds::default(),
             state: Mutex::new(GrantState {
                 phase: GrantPhase::Held,
                 lease,
@@ -315,6 +318,20 @@ impl ActiveGrant {
         self.first_token
     }
 
+    /// Emits the begin of a hold with `token`, and returns its id.
+    pub(crate) fn begin_observed_hold(self: &Arc<Self>, token: FencingToken) -> u64 {
+        let id = self.observed_holds.begin(self.engine(), &self.claim, token);
+        if let Some(reason) = self.loss() {
+            self.observed_holds.end_all(self.engine(), &self.claim, reason);
+        }
+        id
+    }
+
+    /// Emits the end of a hold, unless its loss was emitted.
+    pub(crate) fn end_observed_hold(&self, id: u64) {
+        self.observed_holds.end(self.engine(), &self.claim, id);
+    }
+
     pub(crate) fn granted_at(&self) -> Moment {
         self.granted_at
     }
@@ -403,6 +420,7 @@ impl ActiveGrant {
             token: self.first_token,
             reason,
         });
+        self.observed_holds.end_all(engine, &self.claim, reason);
         let (permit_to_pass_now, permit_to_pass_after_release) = match reason {
             // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
             // may be unreachable, and the next local caller must find that out by its own request,
@@ -457,6 +475,7 @@ impl ActiveGrant {
             fenced,
             is_scheduled: true,
             has_outcome: false,
+            observed: None,
         }))
     }
 
@@ -772,6 +791,8 @@ pub(crate) struct EndingGrant {
     is_scheduled: bool,
     /// The outcome of the release is recorded. If it is not, `drop` records a failure.
     has_outcome: bool,
+    /// `None` without observers.
+    observed: Option<ObservedRelease>,
 }
 
 impl EndingGrant {
@@ -786,6 +807,7 @@ impl EndingGrant {
                 .local_lock
                 .hand_over(&grant.options, |owner| grant.resume(&mut self.permit, owner));
         if handed_over {
+            self.set_observed_end(ReleaseEnd::HandedOver);
             return None;
         }
         grant.unschedule();
@@ -807,6 +829,19 @@ impl EndingGrant {
     /// Records that the claim does not hold the key any more.
     pub(crate) fn record_end(&mut self) {
         self.has_outcome = true;
+        self.set_observed_end(ReleaseEnd::Released);
+    }
+
+    /// Emits the begin of the release of a hold with this token.
+    pub(crate) fn observe(&mut self, token: FencingToken) {
+        let grant = self.grant();
+        self.observed = ObservedRelease::begin(grant.engine(), &grant.claim, token);
+    }
+
+    fn set_observed_end(&mut self, end: ReleaseEnd) {
+        if let Some(observed) = &mut self.observed {
+            observed.end = end;
+        }
     }
 
     /// Records a failed release. The claim ends with its lease, so the caller must also call
@@ -834,6 +869,8 @@ impl Drop for EndingGrant {
                 engine.record_left_to_lease(&grant.claim);
                 engine.failed_releases.fetch_add(1, Ordering::AcqRel);
             }
+            // Before the grant stops counting as active, so that `close` returns after this event.
+            self.observed = None;
             engine.active_grants.leave();
         }
     }

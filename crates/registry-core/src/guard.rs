@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -572,6 +572,8 @@ pub(crate) struct Hold {
     guards: AtomicUsize,
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
+    /// The id in [`LockEvent::HoldBegan`]. Zero if that event was not emitted.
+    observed_id: AtomicU64,
     /// The hold that replaced this one when its lock was converted.
     successor: OnceLock<Arc<Self>>,
 }
@@ -599,6 +601,7 @@ impl Hold {
             owner,
             guards: AtomicUsize::new(1),
             end_state: AtomicU8::new(HoldState::Held.code()),
+            observed_id: 0.into(),
             successor: OnceLock::new(),
         }))
     }
@@ -692,6 +695,8 @@ impl Hold {
         // A strong reference: a future that is polled after the last guard is gone must find the
         // loss of the successor.
         _ = self.successor.set(Arc::clone(successor));
+        self.end_observed();
+        successor.observe();
         self.end_state.store(HoldState::Released.code(), Ordering::Release);
         self.grant.notify_loss();
     }
@@ -706,7 +711,11 @@ impl Hold {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
-        let ended = self.grant.end_hold();
+        let mut ended = self.grant.end_hold();
+        self.end_observed();
+        if let Ok(Some(ending)) = &mut ended {
+            ending.observe(self.token);
+        }
         // Before a hand-over, because a later loss of the claim belongs to the next hold.
         let end_state =
             ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
@@ -714,6 +723,23 @@ impl Hold {
         self.grant.notify_loss();
         // `None` if other readers still hold the grant.
         ended.transpose()
+    }
+
+    /// Emits the begin of this hold, unless that was emitted before. Called by the task that
+    /// acquired the lock, which may not be the task that handed it over.
+    pub(crate) fn observe(&self) {
+        let grant = &self.grant;
+        if grant.engine().observers.is_empty() || self.observed_id.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        self.observed_id.store(grant.begin_observed_hold(self.token), Ordering::Relaxed);
+    }
+
+    fn end_observed(&self) {
+        let id = self.observed_id.load(Ordering::Relaxed);
+        if id != 0 {
+            self.grant.end_observed_hold(id);
+        }
     }
 
     /// Returns the state of this hold.

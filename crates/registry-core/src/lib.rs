@@ -47,6 +47,7 @@ mod background;
 mod stall_detector;
 mod engine;
 mod event;
+mod observed;
 mod active_count;
 mod one_shot;
 mod clock;

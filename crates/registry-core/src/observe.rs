@@ -1,13 +1,17 @@
 //! Ready-made observers.
 
-pub use crate::event::{LockEvent, Observer};
+pub use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd, TickEnd};
 
 #[cfg(feature = "metrics")]
 mod metrics;
+#[cfg(feature = "metrics")]
+mod names;
 #[cfg(feature = "tracing")]
 mod tracing;
 
 #[cfg(feature = "metrics")]
-pub use self::metrics::MetricsObserver;
+pub use self::metrics::{MetricDescription, MetricKind, MetricsObserver, describe_metrics};
+#[cfg(feature = "metrics")]
+pub use self::names::KeyNames;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;

@@ -15,8 +15,10 @@ use futures_util::FutureExt as _;
 
 use crate::clock::Moment;
 use crate::error::{InvalidOption, LockError};
+use crate::event::{LockEvent, TickEnd};
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
+use crate::local_lock::LocalLock;
 use crate::lock::DistributedLock;
 use crate::options::LockOptions;
 use crate::owner::Owner;
@@ -272,6 +274,7 @@ impl ScheduledJob {
             let mut is_last = false;
             while let Some(tick) = ticks.next() {
                 let run = Run::new(tick.clone(), guard.fencing_token());
+                let observed = FailedUnlessEnded::of(&self.lock);
                 match guard.protect(work(run)).await? {
                     Ok(done) => output = Some(done),
                     Err(error) => {
@@ -280,6 +283,7 @@ impl ScheduledJob {
                     }
                 }
                 ticks.complete(&guard, &tick).await?;
+                observed.forget();
                 is_last = tick == ticks.newest;
             }
             release(guard).await;
@@ -300,6 +304,17 @@ impl ScheduledJob {
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
     pub async fn begin(&self) -> Result<Begun, LockError> {
+        let observed = FailedUnlessEnded::of(&self.lock);
+        let begun = self.begin_unobserved().await?;
+        match &begun {
+            Begun::Due(..) => observed.forget(),
+            Begun::AlreadyDone(record) => observed.end(TickEnd::AlreadyDone, Some(record.at)),
+            Begun::Busy => observed.end(TickEnd::Busy, None),
+        }
+        Ok(begun)
+    }
+
+    async fn begin_unobserved(&self) -> Result<Begun, LockError> {
         if let Schedule::Every(period) = &self.schedule
             && *period < Duration::from_millis(1)
         {
@@ -370,6 +385,39 @@ impl ScheduledJob {
     }
 }
 
+/// Emits a failed tick when it is dropped before [`end`](Self::end) or [`forget`](Self::forget).
+struct FailedUnlessEnded<'a>(Option<&'a LocalLock>);
+
+impl<'a> FailedUnlessEnded<'a> {
+    fn of(lock: &'a DistributedLock) -> Self {
+        Self(lock.local_lock().ok().map(|local_lock| &**local_lock))
+    }
+
+    fn end(mut self, end: TickEnd, completed_at: Option<SystemTime>) {
+        if let Some(local_lock) = self.0.take() {
+            emit_tick(local_lock, end, completed_at);
+        }
+    }
+
+    /// Emits nothing.
+    fn forget(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for FailedUnlessEnded<'_> {
+    fn drop(&mut self) {
+        if let Some(local_lock) = self.0 {
+            emit_tick(local_lock, TickEnd::Failed, None);
+        }
+    }
+}
+
+fn emit_tick(local_lock: &LocalLock, end: TickEnd, completed_at: Option<SystemTime>) {
+    let key = local_lock.key().as_str();
+    local_lock.engine().emit(|| LockEvent::Tick { key, end, completed_at });
+}
+
 /// The result of comparing a schedule with the record.
 enum Checked {
     Done(DoneRecord),
@@ -404,9 +452,13 @@ impl Ticks {
     /// Returns the record that `tick` is done, for the value block of the job.
     #[must_use]
     pub fn record(&self, guard: &LockGuard, tick: &Tick) -> Vec<u8> {
+        self.done_record(guard, tick).to_bytes()
+    }
+
+    fn done_record(&self, guard: &LockGuard, tick: &Tick) -> DoneRecord {
         let at = self.now + Moment::now().since(self.read_at);
         let label = guard.claim().label().map(str::to_owned);
-        DoneRecord { tick: tick.clone(), at, label }.to_bytes()
+        DoneRecord { tick: tick.clone(), at, label }
     }
 
     /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
@@ -419,7 +471,11 @@ impl Ticks {
     /// # Cancel safety
     /// If the future is dropped, the tick may or may not be recorded.
     pub async fn complete(&mut self, guard: &LockGuard, tick: &Tick) -> Result<(), LockError> {
-        if guard.set_value_while_held(self.record(guard, tick)).await? {
+        let record = self.done_record(guard, tick);
+        let is_repeated = guard.set_value_while_held(record.to_bytes()).await?;
+        let local_lock = guard.hold().grant().local_lock();
+        emit_tick(local_lock, TickEnd::Done, Some(record.at));
+        if is_repeated {
             // An earlier write may still arrive, and must not undo the record of a later tick. The
             // next call runs the rest under another claim.
             self.next = None;

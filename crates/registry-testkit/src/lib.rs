@@ -57,6 +57,8 @@ pub mod mariadb;
 pub mod zookeeper;
 #[cfg(target_os = "linux")]
 pub mod etcd;
+#[cfg(target_os = "linux")]
+pub mod prometheus;
 
 #[cfg(unix)]
 pub mod holder;

@@ -1,9 +1,13 @@
 //! Logs lock events with `tracing`.
 
-use tracing::{debug, info, trace, warn};
+use std::sync::Arc;
+
+use dashmap::DashMap;
+use tracing::field::Empty;
+use tracing::{Span, debug, info, info_span, trace, warn};
 
 use crate::error::BackendError;
-use crate::event::{LockEvent, Observer};
+use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 
 /// Logs every event with `tracing`, target `lock_registry`. The field `mode` contains the mode of
 /// the lock; for permits, with its units.
@@ -11,24 +15,108 @@ use crate::event::{LockEvent, Observer};
 /// | level | events |
 /// |---|---|
 /// | warn | lost locks, failed renewals, claims left to their lease |
-/// | info | start and end of closing |
-/// | debug | grants, conversions, releases, failed attempts and releases, expired waits |
+/// | info | start and end of closing, and of the term of a leader |
+/// | debug | all others |
 /// | trace | local waits, busy responses, renewals |
-#[derive(Debug, Clone, Copy, Default)]
-#[non_exhaustive]
-pub struct TracingObserver;
+///
+/// Three spans of level info last as long as what they describe. Their parent is the span in which
+/// the call was made, so that a layer such as `tracing-opentelemetry` adds them to its trace. The
+/// engine does not enter them.
+///
+/// | span | duration |
+/// |---|---|
+/// | `wait` | from the call until it ends |
+/// | `hold` | from the acquisition until the last guard is gone, or the lock is lost or converted |
+/// | `release` | until the store has confirmed the release, or the claim was handed over |
+///
+/// Their fields are `key`, `mode`, `store`, `token`, and `outcome` when they end.
+#[derive(Debug, Clone, Default)]
+pub struct TracingObserver {
+    store: Option<&'static str>,
+    spans: Arc<DashMap<u64, Span>>,
+}
 
 impl TracingObserver {
     /// Creates an observer that logs to the current subscriber.
     #[must_use]
-    pub const fn new() -> Self {
-        Self
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the field `store` of the spans.
+    #[must_use]
+    pub fn store(mut self, store: &'static str) -> Self {
+        self.store = Some(store);
+        self
+    }
+
+    fn begin(&self, id: u64, span: Span) {
+        if !span.is_disabled() {
+            self.spans.insert(id, span);
+        }
+    }
+
+    fn end(&self, id: u64, outcome: &str) {
+        if let Some((_, span)) = self.spans.remove(&id) {
+            span.record("outcome", outcome);
+        }
     }
 }
 
 impl Observer for TracingObserver {
     fn on(&self, event: &LockEvent<'_>) {
+        let store = self.store;
         match event {
+            LockEvent::AcquireBegan { id, key, mode } => self.begin(
+                *id,
+                info_span!(target: TARGET, "wait", key, %mode, store, token = Empty, outcome = Empty),
+            ),
+            LockEvent::AcquireEnded { id, end, .. } => {
+                let outcome = match end {
+                    AcquireEnd::Acquired(token) => {
+                        if let Some(span) = self.spans.get(id) {
+                            span.record("token", token.get());
+                        }
+                        "acquired"
+                    }
+                    AcquireEnd::Busy => "busy",
+                    AcquireEnd::Failed => "failed",
+                    AcquireEnd::Dropped => "dropped",
+                };
+                self.end(*id, outcome);
+            }
+            LockEvent::HoldBegan { id, key, mode, token } => {
+                let token = token.get();
+                let span =
+                    info_span!(target: TARGET, "hold", key, %mode, store, token, outcome = Empty);
+                self.begin(*id, span);
+            }
+            LockEvent::HoldEnded { id, end, .. } => match end {
+                HoldEnd::Released => self.end(*id, "released"),
+                HoldEnd::Lost(reason) => self.end(*id, &format!("lost: {reason}")),
+            },
+            LockEvent::ReleaseBegan { id, key, mode, token } => {
+                let token = token.get();
+                let span =
+                    info_span!(target: TARGET, "release", key, %mode, store, token, outcome = Empty);
+                self.begin(*id, span);
+            }
+            LockEvent::ReleaseEnded { id, end, .. } => {
+                let outcome = match end {
+                    ReleaseEnd::Released => "released",
+                    ReleaseEnd::HandedOver => "handed over",
+                    ReleaseEnd::Failed => "failed",
+                };
+                self.end(*id, outcome);
+            }
+            LockEvent::Campaigning { key } => debug!(target: TARGET, ?key, "campaigning"),
+            LockEvent::LeadershipBegan { key, token } => {
+                info!(target: TARGET, ?key, token = token.get(), "leadership began")
+            }
+            LockEvent::LeadershipEnded { key, token } => {
+                info!(target: TARGET, ?key, token = token.get(), "leadership ended")
+            }
+            LockEvent::Tick { key, end, .. } => debug!(target: TARGET, ?key, ?end, "tick ended"),
             LockEvent::Waiting { key, mode } => {
                 trace!(target: TARGET, ?key, %mode, "waiting for local callers")
             }
