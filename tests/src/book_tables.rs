@@ -1,6 +1,6 @@
 //! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities, metrics, exit statuses and error texts. The program `book-tables` writes them, and a test
-//! fails if they are stale.
+//! capabilities, metrics, exit statuses and error texts. The program `book-tables` writes them, and
+//! a test fails if they are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 

@@ -1,8 +1,9 @@
-//! The registration of a claim that waits, in stores without a queue, so that operators can list it.
+//! The registration of a claim that waits, in stores without a queue, so that operators can list
+//! it.
 //!
 //! A claim is registered once it has waited for [`UNREGISTERED_WAIT`], so that short waits cost no
-//! request. A registration affects no grant. It ends with the wait, or with its lease if the process
-//! ends.
+//! request. A registration affects no grant. It ends with the wait, or with its lease if the
+//! process ends.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -97,8 +97,8 @@ pub(crate) fn decode_other_mode(name: &str, data: &[u8], stat: &Stat) -> NodeMod
     decode_mode(name, data, stat).unwrap_or(unknown)
 }
 
-/// Returns the mode of a claim in the queue of Curator's semaphore. A claim of another program takes
-/// one of an unknown number of units.
+/// Returns the mode of a claim in the queue of Curator's semaphore. A claim of another program
+/// takes one of an unknown number of units.
 pub(crate) fn decode_semaphore_mode(data: &[u8]) -> ClaimMode {
     match serde_json::from_slice::<NodeData<'_>>(data) {
         Ok(node_data) => node_data.mode.and_then(|mode| mode.parse().ok()),
