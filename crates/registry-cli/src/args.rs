@@ -304,6 +304,7 @@ impl AcquireArgs {
 
 /// Prints the holders of a lock, and who waits for it; status 1 if the key is not locked
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg show nightly\n  lockreg --json show nightly")]
 pub(crate) struct ShowArgs {
     /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
@@ -349,6 +350,7 @@ pub(crate) struct ValueArgs {
 /// The holder detects the loss at its next renewal at the latest. Until then, two holders may run.
 /// The status is 1 if the key is not locked.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg break nightly\n  lockreg break nightly --yes")]
 pub(crate) struct BreakArgs {
     /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
@@ -359,6 +361,7 @@ pub(crate) struct BreakArgs {
 
 /// Connects to the store, and prints its guarantees, its settings and its configuration faults
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg --url redis://HOST doctor\n  lockreg doctor --strict")]
 pub(crate) struct DoctorArgs {
     /// Ends with status 1 if a finding is a warning
     #[arg(long)]
@@ -385,6 +388,7 @@ pub(crate) struct ManArgs {
 
 /// Prints the SQL that creates the tables of a store
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg schema postgres | psql shop\n  lockreg schema mysql")]
 pub(crate) struct SchemaArgs {
     /// The database
     pub(crate) dialect: String,
@@ -394,6 +398,7 @@ pub(crate) struct SchemaArgs {
 ///
 /// Each task stops after 5 million pairs, even before the time is over.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg --url redis://HOST bench\n  lockreg bench --for 10s --tasks 64")]
 pub(crate) struct BenchArgs {
     /// The duration of the measurement, at most 1h
     #[arg(long = "for", value_name = "TIME", default_value = "3s", value_parser = parse_bench_time)]

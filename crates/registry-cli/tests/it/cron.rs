@@ -192,7 +192,18 @@ fn help_completions_and_manual_pages_are_printed() {
         assert!(done.stdout.contains("lockreg"), "{arguments:?}: {done:?}");
     }
     assert!(store.run(["man", "run"]).stdout.contains("conflict"), "options are in the page");
-    assert!(store.run(["run", "--help"]).stdout.contains("Examples:"));
+    let overview = store.run(["--help"]).stdout;
+    let (_, commands) = overview.split_once("Commands:\n").unwrap();
+    let commands: Vec<&str> = (commands.lines().take_while(|line| line.starts_with("  ")))
+        .filter(|line| !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|command| *command != "help")
+        .collect();
+    assert!(commands.contains(&"top") && commands.len() > 10, "{commands:?}");
+    for command in commands {
+        let help = store.run([command, "--help"]).stdout;
+        assert!(help.contains("Examples:\n  "), "{command}: {help}");
+    }
     let wrong = store.run(["man", "rnu"]);
     assert!(wrong.status == 64 && wrong.stderr.contains("run"), "{wrong:?}");
 }
