@@ -398,7 +398,9 @@ pub(crate) struct SchemaArgs {
 ///
 /// Each task stops after 5 million pairs, even before the time is over.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  lockreg --url redis://HOST bench\n  lockreg bench --for 10s --tasks 64")]
+#[command(
+    after_help = "Examples:\n  lockreg --url redis://HOST bench\n  lockreg bench --for 10s --tasks 64"
+)]
 pub(crate) struct BenchArgs {
     /// The duration of the measurement, at most 1h
     #[arg(long = "for", value_name = "TIME", default_value = "3s", value_parser = parse_bench_time)]
