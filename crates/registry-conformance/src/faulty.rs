@@ -56,7 +56,8 @@ pub struct FaultyBackend {
     plan: Mutex<Plan>,
     /// Number of plans so far. A new plan ends the delays of the old one.
     version: watch::Sender<u64>,
-    late: Mutex<JoinSet<()>>,
+    /// The tasks that execute requests again after a delay.
+    late_repetitions: Mutex<JoinSet<()>>,
 }
 
 impl FaultyBackend {
@@ -67,7 +68,7 @@ impl FaultyBackend {
             inner,
             plan: Mutex::new(Plan::new(faults)),
             version: watch::Sender::new(0),
-            late: Mutex::new(JoinSet::new()),
+            late_repetitions: Mutex::new(JoinSet::new()),
         }
     }
 
@@ -118,11 +119,11 @@ impl FaultyBackend {
     /// Dropping the future drops the repetitions that have not been executed yet.
     pub async fn wait_for_late_requests(&self) {
         loop {
-            let mut late = std::mem::take(&mut *self.late());
-            if late.is_empty() {
+            let mut repetitions = std::mem::take(&mut *self.late_repetitions());
+            if repetitions.is_empty() {
                 return;
             }
-            while late.join_next().await.is_some() {}
+            while repetitions.join_next().await.is_some() {}
         }
     }
 
@@ -174,10 +175,10 @@ impl FaultyBackend {
         T: Send,
     {
         let inner = Arc::clone(&self.inner);
-        let mut late = self.late();
+        let mut repetitions = self.late_repetitions();
         // Completed repetitions would accumulate until `wait_for_late_requests` is called.
-        while late.try_join_next().is_some() {}
-        late.spawn(async move {
+        while repetitions.try_join_next().is_some() {}
+        repetitions.spawn(async move {
             sleep(after).await;
             drop(request(inner).await);
         });
@@ -198,8 +199,8 @@ impl FaultyBackend {
         self.plan.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn late(&self) -> std::sync::MutexGuard<'_, JoinSet<()>> {
-        self.late.lock().unwrap_or_else(PoisonError::into_inner)
+    fn late_repetitions(&self) -> std::sync::MutexGuard<'_, JoinSet<()>> {
+        self.late_repetitions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

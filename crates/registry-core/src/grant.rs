@@ -56,16 +56,18 @@ pub(crate) struct ActiveGrant {
     state: Mutex<GrantState>,
 }
 
-/// What is known about a grant before it is active.
-struct Started {
+/// The initial state of an active grant: from the store's response, or from the grant that was
+/// converted.
+struct InitialState {
     local_lock: Arc<LocalLock>,
     granted_at: Moment,
     contended: bool,
     unknown_attempts: u32,
     /// The invalidation epoch of the key when the request was sent.
     epoch_at_send: Epoch,
-    /// The number of used tokens of the block, without the first.
+    /// See [`GrantState::hand_overs`].
     hand_overs: u32,
+    /// See [`GrantState::fenced`].
     fenced: bool,
     min_hold_end: Moment,
 }
@@ -76,13 +78,13 @@ struct GrantState {
     /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
     timer: Option<ScheduleKey>,
-    /// The number of used tokens of the block, without the first. Each hand-over and each reader
-    /// that joins uses one.
+    /// The number of tokens of the claim's [`token_block`](Claim::token_block) that were used after
+    /// `first_token`. Each hand-over and each reader that joins uses one.
     hand_overs: u32,
     /// The number of holds. More than one only in a shared grant.
     holds: u32,
-    /// A fenced write may be open. The store cannot distinguish it from a write of the next local
-    /// holder, so the claim is not handed over.
+    /// A fenced write was begun and may still be open. After a hand-over, the store could not
+    /// distinguish it from a write of the next local holder, so the claim is not handed over.
     fenced: bool,
     /// The store reported in the phase `Ending` that the claim is gone.
     gone_while_ending: bool,
@@ -97,7 +99,7 @@ enum GrantPhase {
     Lost(LostReason),
 }
 
-/// The pause between two looks at a claim whose lease has run out while it is being released.
+/// The interval between checks for the loss of a claim whose lease ended during its release.
 const ENDED_LEASE_PAUSE: Duration = Duration::from_millis(10);
 
 impl ActiveGrant {
@@ -118,7 +120,7 @@ impl ActiveGrant {
             return Err(Box::new((permit, claim, options)));
         }
         permit.on_granted(now);
-        let started = Started {
+        let initial = InitialState {
             local_lock: Arc::clone(permit.local_lock()),
             granted_at: now,
             contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
@@ -132,7 +134,7 @@ impl ActiveGrant {
                 now.after(options.min_hold)
             },
         };
-        Ok(Self::begin(started, Some(permit), claim, options, granted.token, lease))
+        Ok(Self::activate(initial, Some(permit), claim, options, granted.token, lease))
     }
 
     /// Replaces this grant after the store has converted it to the mode of `claim`. Fails if this
@@ -161,14 +163,14 @@ impl ActiveGrant {
             options.lease.length = state.lease.length();
             (state.permit.take(), state.hand_overs, state.fenced, state.min_hold_end)
         };
-        // The hold began with this grant.
+        // `max_hold` counts from the first grant, so the time since then is subtracted.
         let held_for = now.since(self.granted_at);
         let lease_options = LeaseOptions {
             max_hold: options.lease.max_hold.map(|max| max.saturating_sub(held_for)),
             ..options.lease
         };
         let lease = Lease::from_grant(lease_options, sent_at, granted.lease, now);
-        let started = Started {
+        let initial = InitialState {
             local_lock: Arc::clone(&self.local_lock),
             granted_at: self.granted_at,
             contended: self.contended,
@@ -179,21 +181,22 @@ impl ActiveGrant {
             fenced,
             min_hold_end,
         };
-        let grant = Self::begin(started, permit, claim, Arc::new(options), granted.token, lease);
+        let grant = Self::activate(initial, permit, claim, Arc::new(options), granted.token, lease);
         self.engine().active_grants.leave();
         Ok(grant)
     }
 
-    /// Creates an active grant and schedules its renewal.
-    fn begin(
-        started: Started,
+    /// Creates an active grant from `initial` and schedules its renewal. Shared by
+    /// [`start`](Self::start) and [`convert`](Self::convert).
+    fn activate(
+        initial: InitialState,
         permit: Option<LocalPermit>,
         claim: Claim,
         options: Arc<ClaimOptions>,
         first_token: FencingToken,
         mut lease: Lease,
     ) -> Arc<Self> {
-        let Started {
+        let InitialState {
             local_lock,
             granted_at,
             contended,
@@ -202,7 +205,7 @@ impl ActiveGrant {
             hand_overs,
             fenced,
             min_hold_end,
-        } = started;
+        } = initial;
         let now = Moment::now_coarse();
         if let Some(after) = local_lock.engine().verify_after() {
             lease.schedule_first_verification(now.after(after));
@@ -292,8 +295,8 @@ impl ActiveGrant {
     /// Looks for a loss at each poll: after a pause of the process, tokio may poll a task before it
     /// fires the task's timers.
     pub(crate) async fn validity_ended(self: &Arc<Self>) {
-        // The lease of a claim that is being released may run out without a loss. The caller then
-        // repeats this wait until it is notified of the end, so each wait must take some time.
+        // The lease of a claim that is being released may end without a loss. The callers call this
+        // function in a loop until they are notified. The pause prevents a busy loop.
         let (now, valid_until) = (Moment::now(), self.valid_until());
         let end = if now < valid_until { valid_until } else { now.after(ENDED_LEASE_PAUSE) };
         let mut deadline = pin!(self.engine().sleep_until(end));

@@ -583,8 +583,8 @@ impl LocalLock {
     /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // A hold that was converted to exclusive has no permit. It can therefore still be held when
-        // the permit passes to another caller.
+        // An exclusive hold may outlast this permit: a grant that was converted to exclusive has no
+        // permit, and the permit that passes on here belonged to another caller.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }

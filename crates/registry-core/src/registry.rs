@@ -269,8 +269,8 @@ impl Registry {
                 Some(admin) => admin.force_release(&forced_key).await,
                 None => Ok(Release::NotHeld),
             };
-            // After an error too, because the key may be free. A store need not report a change to
-            // the client that made it.
+            // A store need not report a change to the client that made it. After an error, the
+            // registries verify their claims too, because the store may have freed the key.
             if !mutated(Mutant::BrokenLockUnverified) {
                 sibling.request_verification(&forced_key);
             }
@@ -392,8 +392,8 @@ impl Registry {
         }
         let lost = engine.lost_claims.load(Ordering::Acquire) - before.lost;
         // A claim that is being released may be counted both as an active grant and as a job of the
-        // background releaser, hence `max`. A pending claim that is counted here may have just
-        // begun; it then sends no request.
+        // background releaser, hence `max`. `pending_claims` also counts a claim that began after
+        // `begin_to_close`. It sends no request, so the report may count it as abandoned in error.
         let held = engine.active_grants.count();
         let in_flight = if in_time {
             0
@@ -465,9 +465,10 @@ impl RegistryBuilder {
     pub const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
     /// The maximum number of consecutive hand-overs.
     ///
-    /// A grant reserves one fencing token per hand-over, and a token stands for one microsecond of
-    /// the store's clock. With this limit, the tokens of a key stay behind the clock. They
-    /// therefore grow even after the store has lost its data.
+    /// A grant reserves one fencing token per hand-over. Many stores take tokens from their clock,
+    /// one per microsecond. Up to this limit, a key uses tokens more slowly than the clock
+    /// advances. New tokens therefore exceed all earlier ones, even after such a store has lost its
+    /// data.
     pub const HANDOFF_MAX: u32 = 256;
 
     /// Sets the lease: how long a key stays locked after its holder dies. Default: 30 s, or the

@@ -28,13 +28,14 @@ pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
 pub(crate) struct PendingRelease {
     pub(crate) engine: Arc<Engine>,
     pub(crate) claim: Claim,
-    /// Dropped once the store has responded or the lease is over, so that the next local caller
-    /// does not find the record of this claim.
+    /// Dropped once the store has responded or the lease is over. After an earlier drop, the next
+    /// local caller would find the key held by this claim in the store.
     pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
     /// The longest time for which the store can still keep the claim after a failed release.
     pub(crate) lease: Duration,
-    /// The maximum number of grants of this claim, including those of attempts that are still to
-    /// reach the store. 0 if the outcome of every attempt is known: one release then suffices.
+    /// If an attempt has an unknown outcome: the maximum number of grants of this claim, including
+    /// those of attempts that have not reached the store yet. Each grant needs its own release. 0
+    /// if all outcomes are known: no further release follows the first response.
     pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,

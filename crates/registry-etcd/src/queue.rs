@@ -154,7 +154,8 @@ impl EtcdBackend {
         let (own_entry, first_entry) = (results.next_key()?, results.next_key()?);
         if let Some(own_entry) = own_entry {
             if !record::belongs_to(&own_entry, claim.id()) {
-                // Another client has chosen the same lease id, so the key is its entry.
+                // The name of an entry contains the id of its lease. Another client has chosen the
+                // same id, so the entry of this name belongs to that client.
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
@@ -219,8 +220,8 @@ impl EtcdBackend {
             None => None,
         };
         let tombstones = self.names.tombstone_prefix(&queue);
-        // A tombstone may have been rewritten after entries behind it were created, so its revision
-        // is newer than theirs. The search by revision misses it, so the transaction reads its key.
+        // The search finds only tombstones that are older than this entry. The predecessor's
+        // tombstone may have been rewritten later, so the transaction also reads it by name.
         let tombstone = old_predecessor
             .as_ref()
             .and_then(|predecessor| self.names.tombstone_name(&predecessor.name));
@@ -279,8 +280,8 @@ impl EtcdBackend {
         });
         if entry.predecessor.is_none() {
             if entry.lease.remaining() < claim.lease() / 2 {
-                // The entry is first, but the leader has just changed. No majority has confirmed
-                // the extension of the entry's lease.
+                // The last extension of the entry's lease does not count, because the leader has
+                // changed since. The next attempt extends the lease again.
                 entry.predecessor = old_predecessor;
                 **entry_guard = Some(entry);
                 return Ok(QueueStep::Retry);
@@ -367,9 +368,9 @@ impl EtcdBackend {
     }
 
     /// Waits for `GRANT_DELAY` before the caller reads the queue again. The entry is first now. The
-    /// predecessor was deleted without a release. Its holder needs time to detect the loss. A
-    /// holder whose lease has expired detects the loss earlier, but the cluster does not show which
-    /// case applies.
+    /// predecessor was deleted without a release, and its holder needs time to detect the loss. If
+    /// the predecessor's lease expired, its holder detected the loss before the expiry. The delay
+    /// applies then too, because the cluster does not show why the predecessor was deleted.
     pub(crate) async fn delay_grant(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -398,8 +399,9 @@ impl EtcdBackend {
     /// losses by tombstones, so this function then always returns true.
     ///
     /// Without tombstones, the predecessor's lease decides. A release by this library keeps the
-    /// lease; after a loss, the lease is gone. Other programs revoke the lease on release, and a
-    /// delay does not help them. Each deletion of their entries therefore counts as a release.
+    /// lease; after a loss, the lease is gone. Other programs revoke the lease on release, so a
+    /// revoked lease does not show a loss. Each deletion of their entries therefore counts as a
+    /// release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;

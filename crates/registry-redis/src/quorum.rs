@@ -112,7 +112,8 @@ impl Quorum {
                 ResponseEvent::AllReceived => break,
             }
         }
-        // The check is repeated, because the responses arrive in any order.
+        // A request compares its `run_id` only with the earlier addresses that responded before it,
+        // so all addresses are compared again.
         (0..self.masters.len()).try_for_each(|index| check_no_duplicate(&self.masters, index))
     }
 
@@ -1089,9 +1090,9 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 const GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
 /// The minimum grace period after a majority has responded.
 const GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
-/// The first grace period of a round. A round that can no longer acquire the lock waits for a
-/// majority of responses until this time after its start. With a majority, the round can return
-/// `Busy` instead of a store error.
+/// The first grace period of a round, from its start. For at most this time, a round that can no
+/// longer acquire the lock waits for a majority of responses. If a majority responds, the round can
+/// return `Busy` instead of a store error.
 const BUSY_GRACE_PERIOD: Duration = Duration::from_millis(500);
 /// The maximum time for which a renewal waits for the remaining claims after the first claim is
 /// decided. A shorter wait would lose locks at slow masters.

@@ -5,10 +5,10 @@
 //!
 //! The servers end a session by one transaction with the paths of all its nodes. A transaction that
 //! is too large to read stops all servers. A session therefore has at most
-//! [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer bytes of paths. Beyond
-//! [`WATCHED_BYTES_MAX`], the backend opens further sessions for new nodes. At the limit of
-//! sessions, new nodes go to a session with capacity for unwatched nodes. When all sessions are
-//! full, the backend refuses attempts.
+//! [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch all needed nodes only up to
+//! [`WATCHED_BYTES_MAX`] bytes of paths. Beyond this limit, the backend opens further sessions for
+//! new nodes. At the limit of sessions, new nodes go to a session with capacity for unwatched
+//! nodes. When all sessions are full, the backend refuses attempts.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -397,7 +397,8 @@ struct SessionEntries {
     /// The bytes of all entries. An entry counts before its node is requested, and until its node
     /// is certainly deleted.
     bytes: usize,
-    /// The same without the units that are not watched.
+    /// The same, but a claim on several permits of a semaphore counts with only one of its nodes,
+    /// because the client watches no other node of the claim.
     watch_bytes: usize,
     /// The time at which an entry was last removed.
     last_removal_at: Moment,
@@ -500,9 +501,9 @@ impl SessionsExhausted {
 /// A confirmation that any number of callers can await.
 type SharedConfirmation = Shared<BoxFuture<'static, Result<(), BackendError>>>;
 
-/// The servers that confirm a session. When the confirmation completes, the connected server has
-/// applied all changes that the leader made before its response. The connected server has sent the
-/// watch events of these changes before the response.
+/// The servers that confirm a session. The leader orders the request after all its earlier changes.
+/// The connected server applies these changes and sends their watch events before it sends the
+/// response to the request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ConfirmedBy {
     /// A majority, by a write that changes nothing. Only a majority proves that no other leader has

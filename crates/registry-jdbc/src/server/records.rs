@@ -35,9 +35,9 @@ struct Columns {
     /// The time of the grant. In a row with a record, this value instead increases with each change
     /// after which another claim may be granted.
     since: i64,
-    /// The end of the grant. In a row with a record, the end of the last entry, or a later time.
-    /// Each write of a record increases `since` or `until`, so together they are the version of the
-    /// row.
+    /// The end of the grant. In a row with a record, at least the end of the last entry. A write of
+    /// a record that does not increase `since` increases `until`, so the two values together are
+    /// the version of the row.
     until: i64,
 }
 
@@ -272,8 +272,9 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Grants `claim` a key whose row is probably free. The record then has no other entry. Returns
-    /// `None` if the row is missing or not free.
+    /// Grants `claim` by one statement, without reading the row first, because the row is probably
+    /// free. The statement writes a record whose only entry is this grant. Returns `None` if the
+    /// row is missing or not free.
     pub(super) async fn reacquire_alone(
         &self,
         claim: &Claim,
@@ -297,7 +298,8 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds a mark to a busy response. The claim then waits for a change of `row` after this mark.
+    /// Adds a mark to a busy response: `wakeup_position`, or the version of `row` if the server
+    /// sends no notifications. The claim then waits for a release after this mark.
     fn with_mark(
         &self,
         claim: &Claim,

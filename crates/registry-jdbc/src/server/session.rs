@@ -76,9 +76,11 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         connection: &mut Self::Connection,
     ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
 
-    /// Ensures that the row of a held lock exists and contains the claim and its token. The row may
-    /// have been purged, or it may contain `row_claim`, the earlier claim that reserved the token.
-    /// The default does nothing, because a locked row is not purged.
+    /// Ensures that the row of a held lock exists and contains the claim and its token. A lock
+    /// outside of the row (an advisory lock or `GET_LOCK`) does not protect the row from a purge.
+    /// After a grant from a reservation, the row contains `row_claim`, the earlier claim that
+    /// reserved the token. The default does nothing, for protocols that lock the row itself: each
+    /// grant writes the row, and a locked row is not purged.
     fn ensure_row(
         &self,
         _connection: &mut Self::Connection,
@@ -827,7 +829,8 @@ const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(100),
 ];
 
-/// The minimum age of a row at its purge, counted from the grant.
+/// The time after [`HeldLock::since`] before which no purge deletes the row. It is shorter than
+/// [`PURGE_AFTER_MIN`], because a purge counts from the grant, which precedes the response.
 const PURGE_AGE_MIN: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// The interval between checks of the session while a lock is held.
