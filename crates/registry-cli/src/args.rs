@@ -302,7 +302,7 @@ impl AcquireArgs {
     }
 }
 
-/// Prints the holders of a lock, and who waits for it; status 1 if the key is not locked
+/// Prints the holders and the waiters of a lock; status 1 if the key is not locked
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg show nightly\n  lockreg --json show nightly")]
 pub(crate) struct ShowArgs {
@@ -314,7 +314,7 @@ pub(crate) struct ShowArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg list\n  lockreg list --waiters")]
 pub(crate) struct ListArgs {
-    /// Prints who waits, instead of the holders
+    /// Prints the waiters instead of the holders
     ///
     /// A process is listed once per key and mode. In stores without a queue, it is listed after it
     /// has waited for a second.

@@ -13,7 +13,7 @@ pub(crate) struct Snapshot {
     pub(crate) holders: Vec<Holder>,
     /// Empty if the store does not list waiters.
     pub(crate) waiters: Vec<WaitingClaim>,
-    /// When the requests were sent.
+    /// The time at which the requests were sent.
     pub(crate) taken_at: Instant,
 }
 
@@ -31,18 +31,19 @@ impl Snapshot {
         Ok(Self { holders, waiters, taken_at })
     }
 
-    /// Returns the times that this snapshot states, as they are after `elapsed`.
+    /// Returns the time since this snapshot was taken.
     pub(crate) fn age(&self) -> Duration {
         self.taken_at.elapsed()
     }
 }
 
-/// Counts the grants that successive snapshots show. A grant between two snapshots is not counted.
+/// Counts the grants that successive snapshots show. A lock that is granted and released between
+/// two snapshots is not counted.
 #[derive(Debug, Default)]
 pub(crate) struct GrantCounter {
     seen: HashSet<(Key, Option<FencingToken>)>,
     has_begun: bool,
-    /// The times of the snapshots within [`RATE_SPAN`], and how many new grants each showed.
+    /// The times of the snapshots within [`RATE_SPAN`], each with the number of new grants.
     recent: VecDeque<(Instant, usize)>,
 }
 
@@ -64,7 +65,8 @@ impl GrantCounter {
         }
     }
 
-    /// Returns the new grants per second. Zero before the second snapshot.
+    /// Returns the new grants per second within [`RATE_SPAN`]. Returns zero before the second
+    /// snapshot.
     pub(crate) fn per_second(&self) -> f64 {
         let (Some((first, _)), Some((last, _))) = (self.recent.front(), self.recent.back()) else {
             return 0.0;

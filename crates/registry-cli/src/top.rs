@@ -23,7 +23,7 @@ use crate::output::{Output, printable};
 use crate::snapshot::Snapshot;
 use crate::store::StoreConfig;
 
-/// What changes the screen.
+/// An event after which the screen is drawn again.
 enum Update {
     Input(Event),
     Snapshot(Result<Snapshot, LockError>),
@@ -110,8 +110,8 @@ async fn show(
     ended
 }
 
-/// Takes snapshots until the screen is gone. Leaves the store at least as long in peace as the last
-/// snapshot took.
+/// Takes snapshots until the receiver of `updates` is dropped. To limit the load of the store, the
+/// pause before a snapshot is at least as long as the last snapshot took.
 async fn take_snapshots(
     registry: Arc<Registry>,
     pause: Duration,
@@ -137,7 +137,7 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::UnboundedSende
     });
 }
 
-/// Waits for a signal that ends the process, so that the terminal is restored first.
+/// Waits for SIGTERM or SIGHUP, so that the terminal can be restored before the process ends.
 async fn terminated() {
     use tokio::signal::unix::{SignalKind, signal};
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::hangup()));
@@ -150,5 +150,5 @@ async fn terminated() {
     }
 }
 
-/// How often the ages on the screen change between two snapshots.
+/// The interval at which the ages on the screen are updated between two snapshots.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(500);

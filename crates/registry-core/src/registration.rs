@@ -1,9 +1,8 @@
-//! The registration of a claim that waits, in stores without a queue, so that operators can list
-//! it.
+//! Registers waiting claims in stores without a queue, so that operators can list them.
 //!
-//! A claim is registered once it has waited for [`UNREGISTERED_WAIT`], so that short waits cost no
-//! request. A registration affects no grant. It ends with the wait, or with its lease if the
-//! process ends.
+//! The engine registers a claim after it has waited for [`UNREGISTERED_WAIT`], so that short waits
+//! cost no request. A registration has no effect on grants. It ends with the wait. If the process
+//! ends before that, the registration expires after the claim's lease.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +13,8 @@ use crate::backend::Claim;
 use crate::clock::{Moment, sleep};
 use crate::engine::{Engine, backoff};
 
-/// The registration of one wait. Its drop ends the registration in the background.
+/// The registration of one wait. When it is dropped, the background releaser removes the
+/// registration from the store.
 pub(crate) struct Registration {
     engine: Arc<Engine>,
     claim: Claim,
@@ -25,13 +25,14 @@ pub(crate) struct Registration {
 /// A request that registers a claim.
 struct RegisterRequest {
     sent_at: Moment,
-    /// Receives a value once the claim is registered. Closed without a value if the request failed.
+    /// Receives a value when the store has confirmed the request. Closed without a value if the
+    /// request failed.
     response: oneshot::Receiver<()>,
     is_registered: bool,
 }
 
 impl Registration {
-    /// Begins a wait. Sends no request yet.
+    /// Creates the registration when a wait begins. Sends no request.
     pub(crate) fn new(engine: &Arc<Engine>, claim: &Claim) -> Self {
         Self {
             engine: Arc::clone(engine),
@@ -41,9 +42,9 @@ impl Registration {
         }
     }
 
-    /// Registers the claim once it has waited long enough, and extends the registration at a third
-    /// of the lease. A waiter calls this at each of its polls. The background releaser completes
-    /// the request.
+    /// Sends a request that registers the claim, or extends its registration, if one is due: first
+    /// after [`UNREGISTERED_WAIT`], and then at each third of the lease. A waiter calls this at
+    /// each of its polls. The background releaser runs the request.
     ///
     /// A store error does not affect the wait. The next call repeats the request.
     pub(crate) fn refresh(&mut self) {
@@ -70,7 +71,7 @@ impl Registration {
 }
 
 impl RegisterRequest {
-    /// Returns whether another request must follow: this one has failed, or `interval` is over.
+    /// Returns whether another request is due: this one has failed, or `interval` has passed since.
     fn is_due(&mut self, now: Moment, interval: Duration) -> bool {
         if !self.is_registered {
             match self.response.try_recv() {
@@ -89,7 +90,7 @@ impl Drop for Registration {
         let (backend, claim) = (Arc::clone(&self.engine.backend), self.claim.clone());
         self.engine.background.submit_call(Box::pin(async move {
             if !request.is_registered {
-                // The requests must not overtake each other.
+                // If `unregister` overtook this request, the claim would stay registered.
                 _ = request.response.await;
             }
             let Some(waiters) = backend.waiters() else { return };
@@ -105,7 +106,7 @@ impl Drop for Registration {
 
 /// How long a claim waits before it is registered.
 const UNREGISTERED_WAIT: Duration = Duration::from_secs(1);
-/// The number of attempts to remove a registration. After that, it expires.
+/// The maximum number of attempts to remove a registration. If all fail, the registration expires.
 const UNREGISTER_ATTEMPTS_MAX: u32 = 3;
 
 #[cfg(test)]

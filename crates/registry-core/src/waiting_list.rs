@@ -1,7 +1,7 @@
-//! The claims that wait for a key, for operators: who waits, and since when.
+//! The claims that wait for a key, so that operators can list them.
 //!
-//! A store with a queue lists the claims of its queue. In other stores, the engine registers each
-//! claim that waits for longer than a second; see `registration`.
+//! A store with a queue lists the claims of its queue. In all other stores, the engine registers
+//! each claim that waits for longer than a second; see `registration`.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use crate::error::BackendError;
 use crate::key::Key;
 use crate::mode::ClaimMode;
 
-/// A claim that waits for a key, as the store reports it. Times are durations on the store's clock,
-/// not wall-clock dates.
+/// A claim that waits for a key, as the store returns it. Times are durations on the store's clock,
+/// not dates.
 ///
 /// A registry has at most one waiting claim per key and mode, however many of its callers wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,12 +28,12 @@ pub struct WaitingClaim {
     pub label: Option<String>,
     /// The time since the wait began.
     pub waited_for: Option<Duration>,
-    /// The time after which the store removes the claim if the waiter does not contact the store.
+    /// The time until the store removes the claim, unless the waiter renews it.
     pub expires_in: Option<Duration>,
 }
 
 impl WaitingClaim {
-    /// Creates a claim that waits for the exclusive lock, of which only the key is known.
+    /// Creates a claim that waits for the exclusive lock of `key`, without label and times.
     #[must_use]
     pub const fn new(key: Key) -> Self {
         Self { key, mode: ClaimMode::Exclusive, label: None, waited_for: None, expires_in: None }
@@ -71,9 +71,9 @@ impl WaitingClaim {
 /// No method needs to be cancel safe, as in [`LockBackend`](crate::LockBackend).
 #[async_trait]
 pub trait WaiterStore: Send + Sync {
-    /// Records that `claim` waits, and has waited for `waited_for` already, for at least
-    /// [`Claim::lease`] from now. May be repeated, which extends the registration. It has no effect
-    /// on grants.
+    /// Registers `claim` as waiting, for at least [`Claim::lease`] from now. `waited_for` is the
+    /// time that the claim has already waited. A repeated call extends the registration. A
+    /// registration has no effect on grants.
     ///
     /// The engine calls this only if the store has no [queue](crate::Capabilities::fair). The
     /// default does nothing.
@@ -84,8 +84,7 @@ pub trait WaiterStore: Send + Sync {
         Ok(())
     }
 
-    /// Removes the registration of `claim`. Without one, this changes nothing. The default does
-    /// nothing.
+    /// Removes the registration of `claim`, if it exists. The default does nothing.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The registration then expires.
@@ -93,8 +92,8 @@ pub trait WaiterStore: Send + Sync {
         Ok(())
     }
 
-    /// Returns the claims that wait for `key`, or without one the waiting claims of all keys in
-    /// this backend's namespace, in any order.
+    /// Returns the claims that wait for `key`, in any order. If `key` is `None`, returns the
+    /// waiting claims of all keys in this backend's namespace.
     ///
     /// # Errors
     /// [`BackendError`] for a store error.

@@ -183,7 +183,7 @@ fn draw_popup(frame: &mut Frame<'_>, title: &'static str, text: &str, height_max
     frame.render_widget(paragraph, popup);
 }
 
-/// Formats a time in one unit, such as `3h`: a column has few characters.
+/// Formats a time in one unit, such as `3h`, because the columns are narrow.
 fn short(span: Duration) -> String {
     match span.as_secs() {
         0 => format!("{}ms", span.as_millis()),
@@ -198,7 +198,7 @@ fn printable_or_empty(text: &str) -> String {
     if text.is_empty() { String::new() } else { printable(text) }
 }
 
-/// Returns a colour, unless the user has turned colours off (<https://no-color.org>).
+/// Returns a style with this colour, or without one if `NO_COLOR` is set (<https://no-color.org>).
 fn coloured(colour: Color) -> Style {
     let is_off = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     if is_off { Style::new() } else { Style::new().fg(colour) }

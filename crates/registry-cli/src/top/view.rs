@@ -31,17 +31,17 @@ pub(crate) enum SortColumn {
     Waiters,
 }
 
-/// What takes the key presses.
+/// The part of the screen that receives key presses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Focus {
     Table,
     Filter,
     Details,
-    /// Asks whether the lock of this key is released by force.
+    /// The question whether to release the lock of this key by force.
     ConfirmBreak(Key),
 }
 
-/// What the caller must do after a key press.
+/// An action that a key press requests from the caller of [`View::press`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     Quit,
@@ -54,7 +54,7 @@ pub(crate) struct View {
     pub(crate) lists_waiters: bool,
     pub(crate) snapshot: Option<Snapshot>,
     pub(crate) grants: GrantCounter,
-    /// The error of the last snapshot. The rows are then those of an earlier one.
+    /// The error of the last snapshot. The rows are then those of an earlier snapshot.
     pub(crate) error: Option<String>,
     /// The result of the last action.
     pub(crate) message: Option<String>,
@@ -63,7 +63,7 @@ pub(crate) struct View {
     pub(crate) filter: String,
     pub(crate) focus: Focus,
     pub(crate) table: TableState,
-    /// The key and token of the selected row, which stays selected when other rows change.
+    /// The selected row. The row with its key and token stays selected when other rows change.
     selected: Option<Row>,
 }
 
@@ -128,7 +128,7 @@ impl View {
         Some((&row.key, holders, waiters))
     }
 
-    /// Changes the state after a key press.
+    /// Changes the state after a key press. Returns the action that the caller must take.
     pub(crate) fn press(&mut self, key: KeyEvent) -> Option<Action> {
         self.message = None;
         if key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c') {

@@ -10,13 +10,14 @@ use crate::error::LostReason;
 use crate::event::{AcquireEnd, LockEvent, Observer, TickEnd};
 use crate::mode::ClaimMode;
 
-/// Counts events with the `metrics` facade. [`describe_metrics`] returns the metrics.
+/// Records lock events with the `metrics` facade. [`describe_metrics`] returns the names, kinds and
+/// labels of the metrics.
 ///
 /// Every metric has the labels `store` and `name`. Keys are not labels, because their number has no
 /// limit: [`KeyNames`] derives `name` from the key. Most metrics have the label `mode`, with the
 /// [name](ClaimMode::name) of the mode; units are not a label.
 ///
-/// The gauges return to zero after a dropped future, a loss, a panic and a close.
+/// The gauges of waits and holds also decrease after a dropped future, a loss, a panic and a close.
 #[derive(Debug, Clone)]
 pub struct MetricsObserver {
     store: &'static str,
@@ -24,14 +25,15 @@ pub struct MetricsObserver {
 }
 
 impl MetricsObserver {
-    /// Upper bounds of buckets for the histograms of this observer, in seconds. An exporter such as
-    /// `metrics-exporter-prometheus` needs them to export histograms.
+    /// The upper bounds of the buckets of this observer's histograms, in seconds. Configure the
+    /// exporter with them: without buckets, `metrics-exporter-prometheus` exports summaries, whose
+    /// quantiles cannot be combined over several processes.
     pub const BUCKETS: [f64; 16] = [
         0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0,
         300.0, 1_800.0,
     ];
 
-    /// Creates an observer that labels every metric with this store name, and describes the metrics
+    /// Creates an observer whose metrics have `store` as their label `store`. Describes the metrics
     /// to the current recorder.
     #[must_use]
     pub fn new(store: &'static str) -> Self {
@@ -52,8 +54,8 @@ impl MetricsObserver {
         self.names.name_of(key)
     }
 
-    /// Describes the metrics to the current recorder. For a recorder that is installed after
-    /// [`new`](Self::new).
+    /// Describes the metrics to the current recorder. [`new`](Self::new) does this too. Call it if
+    /// the recorder was installed after `new`.
     pub fn describe() {
         for MetricDescription { name, kind, unit, help, .. } in METRICS {
             match kind {
@@ -192,7 +194,7 @@ impl Observer for MetricsObserver {
             LockEvent::LeftToLease { key, mode, .. } => {
                 self.count(&LEFT_TO_LEASE, key, [("mode", mode.name())]);
             }
-            // Makes the gauge exist, so that a role without a leader has the value 0.
+            // Creates the gauge, so that a role without a leader has the value 0.
             LockEvent::Campaigning { key } => self.add(&LEADER, key, [], 0.0),
             LockEvent::LeadershipBegan { key, .. } => self.add(&LEADER, key, [], 1.0),
             LockEvent::LeadershipEnded { key, .. } => self.add(&LEADER, key, [], -1.0),
@@ -229,9 +231,9 @@ pub struct MetricDescription {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MetricKind {
-    /// A number that only grows.
+    /// A number that only increases.
     Counter,
-    /// A number that grows and falls.
+    /// A number that increases and decreases.
     Gauge,
     /// A distribution of times in seconds.
     Histogram,

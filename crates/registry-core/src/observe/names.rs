@@ -39,15 +39,15 @@ impl KeyNames {
         Self { patterns: Vec::new(), limit: Self::LIMIT }
     }
 
-    /// Adds a pattern. In it, `*` stands for any characters, also none. The first pattern that
-    /// matches a key is its name.
+    /// Adds a pattern, in which `*` matches any number of characters, including none. The name of a
+    /// key is the first pattern that matches it.
     pub fn pattern(mut self, pattern: impl Into<Arc<str>>) -> Self {
         self.patterns.push(pattern.into());
         self
     }
 
-    /// Sets the maximum number of different derived names. Patterns do not count. With 0, all keys
-    /// that match no pattern have the name `other`.
+    /// Sets the maximum number of different derived names. Names from patterns do not count. With
+    /// 0, all keys that match no pattern have the name `other`.
     pub const fn limit(mut self, limit: usize) -> Self {
         self.limit = limit;
         self
@@ -60,7 +60,7 @@ impl Default for KeyNames {
     }
 }
 
-/// The names of one observer.
+/// The rules for names, and the names that one observer has derived so far.
 #[derive(Debug)]
 pub(super) struct SeenNames {
     config: KeyNames,
@@ -106,7 +106,7 @@ fn matches(pattern: &str, text: &str) -> bool {
     };
     let Some(last) = parts.next_back() else { return rest.is_empty() };
     for part in parts {
-        // The first occurrence leaves the most text for the following parts.
+        // The first occurrence leaves the longest rest for the following parts.
         let Some((_, after)) = rest.split_once(part) else { return false };
         rest = after;
     }
@@ -135,8 +135,8 @@ fn push_parts(name: &mut String, segment: &str) {
     for part in segment.split_inclusive(SEPARATORS) {
         let separator = part.chars().next_back().filter(|last| SEPARATORS.contains(last));
         let part = separator.map_or(part, |separator| &part[..part.len() - separator.len_utf8()]);
-        // `order123` has the name of `order456`; the digits of `s3` and `host12` may be part of a
-        // name.
+        // `order123` and `order456` have the same name. The one or two digits of `s3` and `host12`
+        // may be part of a name.
         let digits = part.len() - part.trim_end_matches(|it: char| it.is_ascii_digit()).len();
         if is_identifier(part) {
             name.push('*');
@@ -150,7 +150,8 @@ fn push_parts(name: &mut String, segment: &str) {
     }
 }
 
-/// Returns whether `text` has digits, and otherwise only punctuation of dates and numbers.
+/// Returns whether `text` begins with a digit and has only digits and the punctuation of dates and
+/// numbers.
 fn is_date(text: &str) -> bool {
     text.starts_with(|first: char| first.is_ascii_digit())
         && text.bytes().all(|it| it.is_ascii_digit() || b"-_.,+TZ ".contains(&it))
@@ -163,7 +164,8 @@ fn is_hexadecimal(text: &str) -> bool {
         && text.bytes().all(|it| it.is_ascii_hexdigit() || it == b'-')
 }
 
-/// Returns whether `text` is a number, or a mixture of letters and digits that no name has.
+/// Returns whether `text` is a number, or a mixture of letters and digits that is too long or too
+/// mixed for a name.
 fn is_identifier(text: &str) -> bool {
     let digits = text.bytes().filter(u8::is_ascii_digit).count();
     if digits == 0 || !text.bytes().all(|it| it.is_ascii_alphanumeric()) {
@@ -194,7 +196,7 @@ mod tests {
             ("commit/8c64113f", "commit/*"),
             ("ulid/01ARZ3NDEKTSV4RRFFQ69G5FAV", "ulid/*"),
             ("session/a1b2c3", "session/*"),
-            // Names with digits and hexadecimal words stay.
+            // Names with few digits, and words of hexadecimal letters, do not change.
             ("s3/k8s-v2/host12", "s3/k8s-v2/host12"),
             ("facade/deadbeef", "facade/deadbeef"),
             ("größe/ünï-7", "größe/ünï-*"),

@@ -16,20 +16,20 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 /// |---|---|
 /// | warn | lost locks, failed renewals, claims left to their lease |
 /// | info | start and end of closing, and of the term of a leader |
-/// | debug | all others |
+/// | debug | all other events |
 /// | trace | local waits, busy responses, renewals |
 ///
-/// Three spans of level info last as long as what they describe. Their parent is the span in which
-/// the call was made, so that a layer such as `tracing-opentelemetry` adds them to its trace. The
-/// engine does not enter them.
+/// The observer also creates three spans of level info. Their parent is the span in which the call
+/// was made, so that a layer such as `tracing-opentelemetry` adds them to its trace. The engine
+/// does not enter them.
 ///
 /// | span | duration |
 /// |---|---|
 /// | `wait` | from the call until it ends |
 /// | `hold` | from the acquisition until the last guard is gone, or the lock is lost or converted |
-/// | `release` | until the store has confirmed the release, or the claim was handed over |
+/// | `release` | from the release until the store has confirmed it, or the claim was handed over |
 ///
-/// Their fields are `key`, `mode`, `store`, `token`, and `outcome` when they end.
+/// Their fields are `key`, `mode`, `store`, `token` and `outcome`, which is recorded at the end.
 #[derive(Debug, Clone, Default)]
 pub struct TracingObserver {
     store: Option<&'static str>,
