@@ -59,6 +59,10 @@ fn json_report(
             "wakes": capabilities.wakes,
             "tells_losses": capabilities.reports_invalidations,
             "shared": capabilities.shared,
+            "upgradable": capabilities.upgradable,
+            "permits": capabilities.permits,
+            "values": capabilities.values,
+            "waiters": capabilities.waiters,
             "labels": capabilities.labels,
             "inspect": capabilities.inspect,
             "lease_min_ms": whole_millis(capabilities.lease_min),
@@ -82,6 +86,10 @@ fn text_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Fi
         row("reports losses", yes_no(capabilities.reports_invalidations)),
         row("stores labels", yes_no(capabilities.labels)),
         row("reports holders", yes_no(capabilities.inspect)),
+        row("lists waiters", yes_no(capabilities.waiters)),
+        row("shared locks", yes_no(capabilities.shared)),
+        row("permits", yes_no(capabilities.permits)),
+        row("value blocks", yes_no(capabilities.values)),
         row(
             "leases",
             format!(

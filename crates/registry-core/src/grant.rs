@@ -292,7 +292,7 @@ impl ActiveGrant {
 
     /// Waits until the claim is lost, or its lease may have been extended beyond its current end.
     ///
-    /// Looks for a loss at each poll: after a pause of the process, tokio may poll a task before it
+    /// Checks for a loss at each poll: after a pause of the process, tokio may poll a task before it
     /// fires the task's timers.
     pub(crate) async fn validity_ended(self: &Arc<Self>) {
         // The lease of a claim that is being released may end without a loss. The callers call this
