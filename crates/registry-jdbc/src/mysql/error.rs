@@ -92,6 +92,11 @@ fn number_of(error: &sqlx::Error) -> Option<u16> {
 }
 
 /// The kind and message for one error number.
+/// Returns whether the user lacks a right on a table.
+pub(super) fn is_table_denied(error: &sqlx::Error) -> bool {
+    number_of(error) == Some(TABLE_ACCESS_DENIED)
+}
+
 #[derive(Debug, PartialEq, Eq)]
 struct MySqlErrorClass {
     kind: BackendErrorKind,
@@ -107,6 +112,7 @@ const NO_SUCH_THREAD: u16 = 1094;
 const KILL_DENIED: u16 = 1095;
 const UNKNOWN_ERROR: u16 = 1105;
 const NOT_SUPPORTED_YET: u16 = 1235;
+const TABLE_ACCESS_DENIED: u16 = 1142;
 const NO_SUCH_TABLE: u16 = 1146;
 const LOCK_WAIT_TIMEOUT: u16 = 1205;
 const DEADLOCK: u16 = 1213;
@@ -156,7 +162,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         1412 => (Transient, "the lock tables were changed concurrently; retry", false),
         1615 | 1243 => (Transient, "the server no longer has a prepared statement; retry", true),
         1180 | 1181 => (Protocol, "the server failed to commit; see its log", true),
-        1044 | 1045 | 1142 | 1143 | 1227 | 1370 | 1698 => (
+        1044 | 1045 | TABLE_ACCESS_DENIED | 1143 | 1227 | 1370 | 1698 => (
             Denied,
             "access was refused; check user and password, and the rights on the lock tables",
             false,

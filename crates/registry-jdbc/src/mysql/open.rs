@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::client::MySqlClient;
 use super::config::MySqlConfig;
-use super::error;
+use super::error::{self, is_table_denied};
 use super::sql::{self, MySqlStatements};
 use super::statement::fetch;
 use crate::server::statement::number;
@@ -108,7 +108,11 @@ async fn fetch_meta(
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
     // If only some of the tables exist, the others are created.
-    fetch(connection, texts.has_newest_table.as_str().to_owned()).await?;
+    match fetch(connection, texts.has_newest_table.as_str().to_owned()).await {
+        // Locking needs no right on the table of waiters.
+        Err(error) if is_table_denied(&error) => {}
+        found => _ = found?,
+    }
     let statements: &RowStatements = texts.as_ref();
     fetch(connection, statements.meta.as_str().to_owned()).await
 }

@@ -1,5 +1,7 @@
 //! Connecting to a store and creating its tables.
 
+use std::time::Duration;
+
 use registry_core::{BackendErrorKind, LockAdmin, LockBackend};
 
 use super::common::{backend, busy, claim, config, error_chain, grant, server};
@@ -77,7 +79,7 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
         let grant = format!("GRANT {rights} ON {SCHEMA}.lock_registry_{table} TO {WORKER}");
         server.sql(&grant).await.unwrap();
     }
-    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
+    let backend = backend(worker().with_purge_after(Duration::from_secs(60))).await;
     // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
     let was_purged =
         async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
@@ -95,6 +97,18 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
         server.sql(age).await.unwrap();
     }
     assert!(backend.diagnose().await.is_ok());
+    // Only the listing of waiters needs a right on their table.
+    let waiting = claim("waits");
+    let waiters = backend.waiters().expect("leases have a list of waiters");
+    let error = waiters.register(&waiting, Duration::ZERO).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
+    let grant = format!(
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON {SCHEMA}.lock_registry_waiters TO {WORKER}"
+    );
+    server.sql(&grant).await.unwrap();
+    waiters.register(&waiting, Duration::ZERO).await.unwrap();
+    assert_eq!(waiters.waiting(None).await.unwrap().len(), 1);
+    waiters.unregister(&waiting).await.unwrap();
 }
 
 #[tokio::test]
