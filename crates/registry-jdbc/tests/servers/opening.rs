@@ -42,7 +42,7 @@ async fn tables_of_another_version_are_refused_unchanged() {
 #[tokio::test]
 async fn purge_after_exceeds_the_duration_of_any_statement() {
     let server = server().await;
-    let seconds = std::time::Duration::from_secs;
+    let seconds = Duration::from_secs;
     for (purge_after, response_timeout, works) in
         [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
     {
