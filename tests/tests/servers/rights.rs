@@ -25,7 +25,7 @@ const LONG: Duration = Duration::from_secs(240);
 const CONCURRENT_USERS: usize = 12;
 
 /// The rows of the table that every registry of this test needs.
-const COMMON: &[&str] = &["always", "news of losses", "`list`", "`doctor`"];
+const COMMON: &[&str] = &["always", "notifications of losses", "`list`", "`doctor`"];
 /// The one row whose rights are for the sentinels. All other rows are for the servers.
 const SENTINELS_OWN: &str = "the sentinels' own user";
 
@@ -139,7 +139,7 @@ fn every_right_is_checked() {
         "layout `redisson`",
         "messages by `PUBLISH`",
         "messages by `SPUBLISH`",
-        "news of losses",
+        "notifications of losses",
         "under sentinels",
         SENTINELS_OWN,
         "a cluster",
