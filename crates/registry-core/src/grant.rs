@@ -292,8 +292,8 @@ impl ActiveGrant {
 
     /// Waits until the claim is lost, or its lease may have been extended beyond its current end.
     ///
-    /// Checks for a loss at each poll: after a pause of the process, tokio may poll a task before it
-    /// fires the task's timers.
+    /// Checks for a loss at each poll: after a pause of the process, tokio may poll a task before
+    /// it fires the task's timers.
     pub(crate) async fn validity_ended(self: &Arc<Self>) {
         // The lease of a claim that is being released may end without a loss. The callers call this
         // function in a loop until they are notified. The pause prevents a busy loop.
