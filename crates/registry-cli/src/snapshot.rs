@@ -42,7 +42,6 @@ impl Snapshot {
 #[derive(Debug, Default)]
 pub(crate) struct GrantCounter {
     seen: HashSet<(Key, Option<FencingToken>)>,
-    has_begun: bool,
     /// The times of the snapshots within [`RATE_SPAN`], each with the number of new grants.
     recent: VecDeque<(Instant, usize)>,
 }
@@ -51,8 +50,8 @@ impl GrantCounter {
     pub(crate) fn record(&mut self, snapshot: &Snapshot) {
         let grants: HashSet<_> =
             snapshot.holders.iter().map(|holder| (holder.key.clone(), holder.token)).collect();
-        let new = if self.has_begun { grants.difference(&self.seen).count() } else { 0 };
-        self.has_begun = true;
+        // The grants of the first snapshot may be old.
+        let new = if self.recent.is_empty() { 0 } else { grants.difference(&self.seen).count() };
         self.seen = grants;
         self.recent.push_back((snapshot.taken_at, new));
         while self.recent.len() > 1
