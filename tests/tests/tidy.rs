@@ -753,8 +753,9 @@ fn files() -> Vec<PathBuf> {
     let files: Vec<_> =
         names.split('\0').filter(|name| !name.is_empty()).map(|name| root().join(name)).collect();
     assert!(files.len() > 50, "only {} files: is this the workspace?", files.len());
-    // A deleted file stays tracked until the next commit.
-    files.into_iter().filter(|file| file.exists()).collect()
+    // A deleted file stays tracked until the next commit. Screenshots are no text.
+    let is_text = |file: &PathBuf| file.extension().is_none_or(|extension| extension != "png");
+    files.into_iter().filter(|file| file.exists() && is_text(file)).collect()
 }
 
 fn relative(file: &Path) -> String {

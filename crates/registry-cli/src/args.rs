@@ -1,7 +1,9 @@
 //! The command line: its options, its help texts, and the checks of its values.
 
 use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -85,6 +87,7 @@ pub(crate) enum CliCommand {
     Value(ValueArgs),
     List(ListArgs),
     Top(TopArgs),
+    Serve(ServeArgs),
     Break(BreakArgs),
     Doctor(DoctorArgs),
     Schema(SchemaArgs),
@@ -334,6 +337,44 @@ pub(crate) struct TopArgs {
     pub(crate) interval: Duration,
 }
 
+/// Shows all holders and waiters continuously in a web page
+///
+/// `/` is the page: a table of locks and waiters, the past holders of a key, and which processes
+/// wait for which others, with possible deadlocks. For programs: `/api/locks`, `/api/locks/KEY`,
+/// `/api/waits`, `/metrics` for Prometheus, `/healthz`. The addresses of the web page are printed
+/// when it can be opened.
+///
+/// Reads the store at each interval, no matter how many pages are open; less often, if it would
+/// need more than 5 % of a processor. Serves without encryption, and everyone who can reach the
+/// address can read all keys and labels.
+#[derive(Debug, Args)]
+#[command(after_help = SERVE_EXAMPLES)]
+pub(crate) struct ServeArgs {
+    /// The address and port, or only a port of 127.0.0.1; port 0 selects a free one
+    #[arg(long, value_name = "ADDR", value_parser = parse_listen, default_value = "127.0.0.1:8384")]
+    pub(crate) listen: SocketAddr,
+    /// The pause between two readings of the store
+    #[arg(long, value_name = "TIME", value_parser = parse_interval, default_value = "1s")]
+    pub(crate) interval: Duration,
+    /// Allows clients that know the token to release locks by force. The token is read from the
+    /// environment variable LOCKREG_SERVE_TOKEN or from --token-file
+    #[arg(long)]
+    pub(crate) allow_break: bool,
+    /// The file with the token of --allow-break
+    #[arg(long, value_name = "FILE", requires = "allow_break")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// A further name of this server. On a loopback address, requests that call the server by
+    /// another name than `localhost` or an address are refused. May be repeated
+    #[arg(long, value_name = "NAME")]
+    pub(crate) allow_host: Vec<String>,
+}
+
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  lockreg --url redis://locks.example serve
+  lockreg serve --listen 0.0.0.0:8384 --interval 5s
+  LOCKREG_SERVE_TOKEN=$(openssl rand -hex 16) lockreg serve --allow-break";
+
 /// Prints the value block of a key; status 1 if it has none
 ///
 /// Prints the bytes as they are. With --json, prints the text, or the bytes in hexadecimal digits
@@ -455,6 +496,20 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
         }
         interval => Ok(interval),
     }
+}
+
+fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    let text = text.trim();
+    if let Ok(port) = text.trim_start_matches(':').parse() {
+        return Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    }
+    let address = match text.strip_prefix("localhost:") {
+        Some(port) => format!("127.0.0.1:{port}"),
+        None => text.to_owned(),
+    };
+    address
+        .parse()
+        .map_err(|_| "it is not an address; write IP:PORT, [IP]:PORT or a port".to_owned())
 }
 
 fn parse_bounded_time(text: &str, max: Duration, hint: &str) -> Result<Duration, String> {

@@ -3,6 +3,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use lock_registry::config::InvalidOption;
@@ -46,6 +47,11 @@ pub(crate) enum CliError {
         directory: PathBuf,
         source: io::Error,
     },
+    /// `lockreg serve` cannot listen.
+    Listen {
+        address: SocketAddr,
+        source: io::Error,
+    },
     /// The operating system refused an operation that normally succeeds.
     Os {
         what: &'static str,
@@ -76,7 +82,7 @@ impl CliError {
             Self::Lock(_) | Self::Directory { .. } => UNAVAILABLE,
             Self::NotExecutable(_) => NOT_EXECUTABLE,
             Self::NotFound(_) => NOT_FOUND,
-            Self::Os { .. } => OS,
+            Self::Os { .. } | Self::Listen { .. } => OS,
             // The reader has closed stdout, which is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::Output(_) => OUTPUT,
@@ -141,6 +147,9 @@ impl fmt::Display for CliError {
                     "cannot create the directory {directory:?} for the default store; check its permissions"
                 )
             }
+            Self::Listen { address, .. } => {
+                write!(f, "cannot listen on {address}; choose another address with --listen")
+            }
             Self::Os { what, .. } => f.write_str(what),
             Self::Output(_) => f.write_str("write to stdout failed"),
         }
@@ -154,9 +163,10 @@ impl StdError for CliError {
             Self::Config(error) => error.source(),
             Self::Lock(LockError::InvalidOption(_)) => None,
             Self::Lock(error) => error.source(),
-            Self::Directory { source, .. } | Self::Os { source, .. } | Self::Output(source) => {
-                Some(source)
-            }
+            Self::Directory { source, .. }
+            | Self::Listen { source, .. }
+            | Self::Os { source, .. }
+            | Self::Output(source) => Some(source),
         }
     }
 }

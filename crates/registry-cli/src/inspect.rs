@@ -1,6 +1,8 @@
 //! `lockreg show`, `list`, `value` and `break`: print the holders of locks and their value blocks,
 //! and release locks by force.
 
+use lock_registry::modes::WaitingClaim;
+use lock_registry::{Holder, Key};
 use serde::Serialize;
 use serde_json::json;
 
@@ -25,37 +27,40 @@ pub(crate) async fn show(
     let holders = lock.holders().await?;
     let waiters = if registry.capabilities().waiters { lock.waiters().await? } else { Vec::new() };
     close(&registry).await;
-    let waiter_views: Vec<_> = waiters.iter().map(WaiterView::from).collect();
     let waiter_table = || match waiters.as_slice() {
         [] => String::new(),
         waiters => format!("\n{}", table(WAITER_HEADING, waiters.iter().map(waiter_row))),
     };
-    let Some(first) = holders.first() else {
-        let unlocked = ShowView {
-            first: HolderView::unlocked(key.as_str()),
-            holders: Vec::new(),
-            waiters: waiter_views,
-        };
-        output.result(&unlocked, || {
-            format!("{} is not locked\n{}", printable(key.as_str()), waiter_table())
-        })?;
-        return Ok(exit::NEGATIVE);
-    };
-    let views = holders.iter().map(HolderView::from).collect();
-    let view = ShowView { first: HolderView::from(first), holders: views, waiters: waiter_views };
-    output.result(&view, || {
-        table(HOLDER_HEADING, holders.iter().map(holder_row)) + &waiter_table()
+    output.result(&ShowView::new(&key, &holders, &waiters), || match holders.as_slice() {
+        [] => format!("{} is not locked\n{}", printable(key.as_str()), waiter_table()),
+        holders => table(HOLDER_HEADING, holders.iter().map(holder_row)) + &waiter_table(),
     })?;
-    Ok(0)
+    Ok(if holders.is_empty() { exit::NEGATIVE } else { 0 })
 }
 
 /// The holders of a key as JSON: the fields of the first one, all of them, and the waiters.
 #[derive(Debug, Serialize)]
-struct ShowView<'a> {
+pub(crate) struct ShowView<'a> {
     #[serde(flatten)]
     first: HolderView<'a>,
     holders: Vec<HolderView<'a>>,
     waiters: Vec<WaiterView<'a>>,
+}
+
+impl<'a> ShowView<'a> {
+    pub(crate) fn new(
+        key: &'a Key,
+        holders: impl IntoIterator<Item = &'a Holder>,
+        waiters: impl IntoIterator<Item = &'a WaitingClaim>,
+    ) -> Self {
+        let holders: Vec<_> = holders.into_iter().map(HolderView::from).collect();
+        let unlocked = || HolderView::unlocked(key.as_str());
+        Self {
+            first: holders.first().cloned().unwrap_or_else(unlocked),
+            holders,
+            waiters: waiters.into_iter().map(WaiterView::from).collect(),
+        }
+    }
 }
 
 /// `lockreg list`.

@@ -20,6 +20,7 @@ mod doctor;
 mod inspect;
 mod manual;
 mod schema;
+mod serve;
 mod snapshot;
 mod top;
 // Output.
@@ -41,6 +42,7 @@ use crate::exit::CliError;
 use crate::hold::HoldCommand;
 use crate::output::Output;
 use crate::run::RunCommand;
+use crate::serve::ServeCommand;
 use crate::signals::Signals;
 
 fn main() -> ExitCode {
@@ -95,6 +97,10 @@ fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<
         CliCommand::Show(show) => block_on(inspect::show(global, &show, output)),
         CliCommand::List(args) => block_on(inspect::list(global, &args, output)),
         CliCommand::Top(args) => block_on(top::top(global, &args, output)),
+        CliCommand::Serve(args) => {
+            let serve = ServeCommand::check(global, args)?;
+            with_signals(|signals| serve.execute(signals, output))
+        }
         CliCommand::Break(args) => block_on(inspect::break_lock(global, &args, output)),
         CliCommand::Value(value) => block_on(inspect::value(global, &value, output)),
         CliCommand::Doctor(doctor) => block_on(doctor::doctor(global, &doctor, output)),

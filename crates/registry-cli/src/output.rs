@@ -203,7 +203,7 @@ pub(crate) fn table<const N: usize>(
 }
 
 /// A holder, as JSON.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(crate) struct HolderView<'a> {
     pub(crate) key: &'a str,
     pub(crate) held: bool,
@@ -340,7 +340,7 @@ pub(crate) fn describe_holder(holder: Option<&Holder>) -> String {
 pub(crate) fn printable(text: &str) -> String {
     let is_misleading = |c: char| {
         c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+            || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
     };
     let is_plain = !text.is_empty() && !text.contains(is_misleading) && text.trim() == text;
     if is_plain { text.to_owned() } else { format!("{text:?}") }

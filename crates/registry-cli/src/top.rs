@@ -4,7 +4,7 @@
 //! state is in [`view`], and [`draw`] shows it.
 
 mod draw;
-mod view;
+pub(crate) mod view;
 
 use std::io::{self, IsTerminal as _};
 use std::sync::Arc;
@@ -47,8 +47,9 @@ pub(crate) async fn top(
     let first = Snapshot::take(&registry).await?;
     let mut view = View::new(registry.capabilities().store, registry.capabilities().waiters);
     view.record(Ok(first));
+    let terminated = terminated();
     let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
-    let shown = show(&mut terminal, &registry, &mut view, args.interval).await;
+    let shown = show(&mut terminal, &registry, &mut view, args.interval, terminated).await;
     ratatui::restore();
     close(&registry).await;
     shown.map_err(CliError::os("cannot write to the terminal"))?;
@@ -60,6 +61,7 @@ async fn show(
     registry: &Arc<Registry>,
     view: &mut View,
     pause: Duration,
+    terminated: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let (updates, mut received) = mpsc::unbounded_channel();
     // Ends with the process: a thread that reads the terminal cannot be cancelled.
@@ -104,7 +106,7 @@ async fn show(
     };
     let ended = tokio::select! {
         ended = end => ended,
-        () = terminated() => Ok(()),
+        () = terminated => Ok(()),
     };
     sampler.abort();
     ended
@@ -137,16 +139,19 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::UnboundedSende
     });
 }
 
-/// Waits for SIGTERM or SIGHUP, so that the terminal can be restored before the process ends.
-async fn terminated() {
+/// Returns a future that waits for SIGTERM or SIGHUP, so that the terminal can be restored before
+/// the process ends. The signals are caught from the call on.
+fn terminated() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::hangup()));
-    let (Ok(mut terminate), Ok(mut hangup)) = signals else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = hangup.recv() => {}
+    async move {
+        let (Ok(mut terminate), Ok(mut hangup)) = signals else {
+            return std::future::pending().await;
+        };
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
     }
 }
 

@@ -90,8 +90,8 @@ fn draw_table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     let age = view.age();
     let rows: Vec<TableRow<'_>> = view.rows.iter().map(|row| table_row(row, age)).collect();
     let widths = [
-        Constraint::Fill(2),
-        Constraint::Length(12),
+        Constraint::Fill(1),
+        Constraint::Length(10),
         Constraint::Fill(1),
         Constraint::Length(8),
         Constraint::Length(6),

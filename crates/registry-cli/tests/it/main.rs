@@ -17,6 +17,7 @@ mod redis;
 mod run;
 mod runbook;
 mod secrets;
+mod serve;
 #[cfg(all(any(feature = "mysql", feature = "postgres"), feature = "server-tests"))]
 mod sql;
 mod terminal;

@@ -283,3 +283,12 @@ pub(crate) fn contents(path: &Path) -> String {
     }
     text
 }
+
+/// Returns where a test writes this picture for the book: in the folder that the environment
+/// variable `SCREENSHOTS` names, by default in a folder of the build.
+pub(crate) fn screenshot_path(name: &str) -> PathBuf {
+    let folder = std::env::var_os("SCREENSHOTS")
+        .map_or_else(|| Path::new(env!("CARGO_TARGET_TMPDIR")).join("screenshots"), PathBuf::from);
+    fs::create_dir_all(&folder).unwrap();
+    folder.join(name)
+}

@@ -11,7 +11,7 @@ use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{TEST_TIMEOUT, TestStore};
+use crate::support::{TEST_TIMEOUT, TestStore, screenshot_path};
 
 /// `lockreg top` on a terminal of its own, and the content of its screen.
 struct Top {
@@ -131,6 +131,77 @@ fn holders_and_waiters_are_shown_and_disappear() {
     top.wait_for("0 held");
     top.press("q");
     top.assert_ends_well();
+}
+
+#[test]
+fn the_picture_of_the_book_is_made() {
+    let store = TestStore::new();
+    let mut processes = Vec::new();
+    for (label, key) in [
+        ("billing-2:311", "invoices/11"),
+        ("web-1:4711", "orders/42"),
+        ("web-2:4712", "orders/43"),
+        ("worker-7:1290", "reports/daily"),
+    ] {
+        let holder = store.start(["hold", "--label", label, key]);
+        holder.next_line();
+        processes.push(holder);
+    }
+    for label in ["web-2:4712", "web-3:4713"] {
+        processes.push(store.start(["hold", "--label", label, "orders/42"]));
+    }
+    let mut top = Top::start(&store, &[]);
+    top.wait_for("2 waiting");
+    top.wait_for("q quit");
+    let picture = picture(top.screen.screen(), 12);
+    assert!(picture.contains("worker-7:1290") && picture.ends_with("</svg>\n"), "{picture}");
+    std::fs::write(screenshot_path("top.svg"), picture).unwrap();
+    top.press("q");
+    top.assert_ends_well();
+}
+
+/// Draws the text of the first `rows` rows of the screen and of its last row as SVG.
+fn picture(screen: &vt100::Screen, rows: u16) -> String {
+    const CELL: (f32, f32) = (8.4, 18.0);
+    let (height, columns) = screen.size();
+    let size = (f32::from(columns) * CELL.0 + 20.0, f32::from(rows + 1) * CELL.1 + 20.0);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\">\n\
+         <style>text {{ font: 14px monospace; white-space: pre; fill: #e6edf3 }}</style>\n\
+         <rect width=\"100%\" height=\"100%\" rx=\"6\" fill=\"#161b22\"/>\n",
+        size.0, size.1
+    );
+    for (line, row) in (0..rows).chain([height - 1]).enumerate() {
+        #[expect(clippy::cast_precision_loss, reason = "a screen has few rows")]
+        let y = line as f32 * CELL.1 + 24.0;
+        let cells: Vec<_> = (0..columns).filter_map(|column| screen.cell(row, column)).collect();
+        let mut column = 0_u16;
+        for run in cells.chunk_by(|a, b| (a.inverse(), a.bold()) == (b.inverse(), b.bold())) {
+            let text: String = run
+                .iter()
+                .map(|cell| if cell.has_contents() { cell.contents() } else { " " })
+                .collect();
+            let (x, length) = (f32::from(column) * CELL.0 + 10.0, run.len() as u16);
+            let width = f32::from(length) * CELL.0;
+            column += length;
+            if run[0].inverse() {
+                svg += &format!(
+                    "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"{}\" fill=\"#e6edf3\"/>\n",
+                    y - 14.0,
+                    CELL.1
+                );
+            }
+            if !text.trim().is_empty() {
+                let text = text.replace('&', "&amp;").replace('<', "&lt;");
+                let colour = if run[0].inverse() { " style=\"fill: #161b22\"" } else { "" };
+                let weight = if run[0].bold() { " font-weight=\"bold\"" } else { "" };
+                svg += &format!(
+                    "<text x=\"{x:.1}\" y=\"{y:.1}\" textLength=\"{width:.1}\" xml:space=\"preserve\"{weight}{colour}>{text}</text>\n"
+                );
+            }
+        }
+    }
+    svg + "</svg>\n"
 }
 
 #[test]

@@ -1,0 +1,129 @@
+//! The past holders of each key, as far as snapshots have shown them.
+
+use std::collections::{HashMap, VecDeque};
+
+use lock_registry::{FencingToken, Holder, Key};
+use serde::Serialize;
+
+/// One grant, from its begin to the last snapshot that showed it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct PastHold {
+    #[serde(skip)]
+    pub(crate) key: Key,
+    pub(crate) label: Option<String>,
+    pub(crate) token: Option<FencingToken>,
+    pub(crate) mode: String,
+    /// Milliseconds since 1970.
+    pub(crate) began_ms: u64,
+    pub(crate) last_seen_ms: u64,
+    pub(crate) ended: bool,
+}
+
+/// The holds of all keys. A hold that begins and ends between two snapshots is missing.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    open: HashMap<(Key, Option<FencingToken>, Option<String>), PastHold>,
+    /// In the order of their ends.
+    ended: VecDeque<PastHold>,
+    ended_bytes: usize,
+}
+
+/// The maximum number of ended holds, and of the bytes of their keys and labels. The oldest holds
+/// are removed.
+const ENDED_MAX: usize = 20_000;
+const ENDED_BYTES_MAX: usize = 16 << 20;
+
+impl History {
+    /// Adds the holders of a snapshot that was taken at `at_ms`.
+    pub(crate) fn record(&mut self, holders: &[Holder], at_ms: u64) {
+        let mut before = std::mem::take(&mut self.open);
+        for holder in holders {
+            let identity = (holder.key.clone(), holder.token, holder.label.clone());
+            let held_for = holder.held_for.map_or(0, crate::output::whole_millis);
+            let mut hold = before.remove(&identity).unwrap_or_else(|| PastHold {
+                key: holder.key.clone(),
+                label: holder.label.clone(),
+                token: holder.token,
+                mode: String::new(),
+                began_ms: at_ms.saturating_sub(held_for),
+                last_seen_ms: at_ms,
+                ended: false,
+            });
+            // A conversion changes it.
+            hold.mode = holder.mode.to_string();
+            hold.last_seen_ms = at_ms;
+            self.open.insert(identity, hold);
+        }
+        for mut hold in before.into_values() {
+            hold.ended = true;
+            self.ended_bytes += hold.text_bytes();
+            self.ended.push_back(hold);
+        }
+        while self.ended.len() > ENDED_MAX || self.ended_bytes > ENDED_BYTES_MAX {
+            let Some(oldest) = self.ended.pop_front() else { break };
+            self.ended_bytes -= oldest.text_bytes();
+        }
+    }
+
+    /// Returns the known holds of `key`, in the order of their begins.
+    pub(crate) fn of(&self, key: &Key) -> Vec<PastHold> {
+        let all = self.ended.iter().chain(self.open.values());
+        let mut holds: Vec<_> = all.filter(|hold| hold.key == *key).cloned().collect();
+        holds.sort_by_key(|hold| (hold.began_ms, hold.token));
+        holds
+    }
+}
+
+impl PastHold {
+    fn text_bytes(&self) -> usize {
+        self.key.as_str().len() + self.label.as_ref().map_or(0, String::len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn holder(key: &str, token: u64, held_for_ms: u64) -> Holder {
+        Holder::new(Key::new(key).unwrap())
+            .with_token(FencingToken::new(token))
+            .with_times(Some(Duration::from_millis(held_for_ms)), None)
+    }
+
+    #[test]
+    fn a_hold_lasts_from_its_grant_to_the_last_snapshot_that_shows_it() {
+        let mut history = History::default();
+        history.record(&[holder("a", 1, 500), holder("b", 2, 0)], 10_000);
+        history.record(&[holder("a", 1, 1_500)], 11_000);
+        history.record(&[holder("a", 3, 100)], 12_000);
+        let times: Vec<_> = (history.of(&Key::new("a").unwrap()).iter())
+            .map(|hold| (hold.began_ms, hold.last_seen_ms, hold.ended))
+            .collect();
+        assert_eq!(times, [(9_500, 11_000, true), (11_900, 12_000, false)]);
+        assert!(history.of(&Key::new("b").unwrap())[0].ended);
+        assert_eq!(history.of(&Key::new("c").unwrap()), []);
+    }
+
+    #[test]
+    fn the_number_and_the_bytes_of_ended_holds_are_limited() {
+        let mut history = History::default();
+        for token in 1..=ENDED_MAX as u64 + 10 {
+            history.record(&[holder("a", token, 0)], token);
+        }
+        let first = &history.of(&Key::new("a").unwrap())[0];
+        assert_eq!((history.ended.len(), first.began_ms), (ENDED_MAX, 10));
+        let long = "x".repeat(4_000);
+        for token in 1..=ENDED_BYTES_MAX as u64 / 4_000 + 10 {
+            history.record(&[holder(&long, token, 0)], token);
+        }
+        assert!(
+            history.ended_bytes <= ENDED_BYTES_MAX && history.ended_bytes > ENDED_BYTES_MAX / 2
+        );
+        assert_eq!(
+            history.ended_bytes,
+            history.ended.iter().map(PastHold::text_bytes).sum::<usize>()
+        );
+    }
+}

@@ -1,0 +1,418 @@
+//! Takes snapshots of the store, and publishes each as a [`Frame`] for all connections.
+//!
+//! A connection never causes a request to the store. What several connections send is formatted
+//! once, and they share its bytes.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use axum::body::Bytes;
+use lock_registry::modes::WaitingClaim;
+use lock_registry::{Holder, Key, LockError, Registry};
+use nix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use tokio::sync::{Notify, broadcast};
+use tokio::time::sleep;
+
+use super::history::{History, PastHold};
+use super::wait_graph::WaitGraph;
+use crate::output::whole_millis;
+use crate::snapshot::{GrantCounter, Snapshot};
+
+/// The state that all connections show.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    registry: Arc<Registry>,
+    published: RwLock<Arc<Frame>>,
+    /// The events for pages that show the published frame already.
+    changes: broadcast::Sender<Bytes>,
+    history: Mutex<History>,
+    refresh: Notify,
+}
+
+/// The last snapshot, and what is derived from it. Does not change after it is published.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    pub(crate) snapshot: Arc<Snapshot>,
+    /// The time of the snapshot in milliseconds since 1970.
+    pub(crate) taken_at_ms: u64,
+    /// The duration of the snapshot.
+    pub(crate) took: Duration,
+    /// The error of a later attempt.
+    pub(crate) error: Option<String>,
+    /// The number of failed attempts since the start.
+    pub(crate) failures: u64,
+    pub(crate) grants_per_second: f64,
+    pub(crate) graph: Arc<WaitGraph>,
+    rows: Arc<BTreeMap<Key, Row>>,
+    /// The event for a page that shows nothing yet.
+    whole: OnceLock<Bytes>,
+    /// The answers that do not depend on the request.
+    pub(crate) listing: OnceLock<Bytes>,
+    pub(crate) metrics: OnceLock<Bytes>,
+}
+
+/// The holders and waiters of a key as the page shows them. Times are milliseconds since 1970, so
+/// that a row changes only with its lock.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Row {
+    key: Key,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    holders: Vec<Claimant>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    waiters: Vec<Claimant>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Claimant {
+    label: Option<String>,
+    mode: String,
+    /// Text, because numbers in JavaScript have 53 bits.
+    token: Option<String>,
+    since: Option<u64>,
+    ends: Option<u64>,
+}
+
+/// The data of one server-sent event.
+#[derive(Debug, Serialize)]
+struct Update<'a> {
+    /// Whether the page must forget all rows that it has.
+    all: bool,
+    at: u64,
+    error: Option<&'a str>,
+    rate: f64,
+    held: usize,
+    waiting: usize,
+    set: Vec<&'a Row>,
+    removed: Vec<&'a Key>,
+    /// `None` if it has not changed.
+    graph: Option<&'a WaitGraph>,
+}
+
+/// The number of events that a connection may be late. After that, it receives all rows again.
+const LATE_EVENTS_MAX: usize = 16;
+
+/// The part of one processor that this process may use, with a margin below the documented 5 %.
+const PROCESSOR_SHARE: f64 = 0.04;
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+
+impl Monitor {
+    /// Takes the first snapshot.
+    pub(crate) async fn start(registry: Arc<Registry>) -> Result<Self, LockError> {
+        let mut history = History::default();
+        let first = Frame::new(Snapshot::take(&registry).await?, None);
+        history.record(&first.snapshot.holders, first.taken_at_ms);
+        Ok(Self {
+            registry,
+            published: RwLock::new(Arc::new(first)),
+            changes: broadcast::channel(LATE_EVENTS_MAX).0,
+            history: Mutex::new(history),
+            refresh: Notify::new(),
+        })
+    }
+
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    pub(crate) fn frame(&self) -> Arc<Frame> {
+        Arc::clone(&self.published.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn history(&self, key: &Key) -> Vec<PastHold> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner).of(key)
+    }
+
+    /// Returns the number of connections that receive events.
+    pub(crate) fn event_streams(&self) -> usize {
+        self.changes.receiver_count()
+    }
+
+    /// Returns the event with all rows, and a receiver of the events after it.
+    pub(crate) fn subscribe(&self) -> (Bytes, broadcast::Receiver<Bytes>) {
+        let published = self.published.read().unwrap_or_else(PoisonError::into_inner);
+        // `publish` has the lock while it sends, so the receiver gets the changes of all later
+        // frames and no others.
+        let changes = self.changes.subscribe();
+        let frame = Arc::clone(&published);
+        drop(published);
+        (frame.whole_event(), changes)
+    }
+
+    /// Requests a snapshot without the pause.
+    pub(crate) fn refresh(&self) {
+        self.refresh.notify_one();
+    }
+
+    /// Takes snapshots until the future is dropped.
+    pub(crate) async fn run(&self, interval: Duration) {
+        let mut grants = GrantCounter::default();
+        grants.record(&self.frame().snapshot);
+        let mut budget = ProcessorBudget::new();
+        loop {
+            tokio::select! {
+                () = sleep(budget.pause(interval)) => {}
+                () = self.refresh.notified() => {}
+            }
+            let before = self.frame();
+            let frame = match Snapshot::take(&self.registry).await {
+                Ok(snapshot) => {
+                    grants.record(&snapshot);
+                    let mut frame = Frame::new(snapshot, Some(&before));
+                    frame.grants_per_second = grants.per_second();
+                    let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+                    history.record(&frame.snapshot.holders, frame.taken_at_ms);
+                    frame
+                }
+                Err(error) => before.failed(error.to_string()),
+            };
+            let event = frame.changes_since(&before);
+            let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
+            *published = Arc::new(frame);
+            // An error means that there is no page.
+            _ = self.changes.send(event);
+        }
+    }
+}
+
+impl Frame {
+    fn new(snapshot: Snapshot, before: Option<&Self>) -> Self {
+        let took = snapshot.age();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let taken_at_ms = whole_millis(now.saturating_sub(took));
+        let rows = rows_of(&snapshot, taken_at_ms, before.map(|frame| &*frame.rows));
+        Self {
+            graph: Arc::new(WaitGraph::of(&snapshot)),
+            snapshot: Arc::new(snapshot),
+            taken_at_ms,
+            took,
+            error: None,
+            failures: before.map_or(0, |frame| frame.failures),
+            grants_per_second: 0.0,
+            rows: Arc::new(rows),
+            whole: OnceLock::new(),
+            listing: OnceLock::new(),
+            metrics: OnceLock::new(),
+        }
+    }
+
+    /// Returns this frame with the error of a later attempt.
+    fn failed(&self, error: String) -> Self {
+        Self {
+            snapshot: Arc::clone(&self.snapshot),
+            graph: Arc::clone(&self.graph),
+            rows: Arc::clone(&self.rows),
+            error: Some(error),
+            failures: self.failures + 1,
+            whole: OnceLock::new(),
+            listing: OnceLock::new(),
+            metrics: OnceLock::new(),
+            ..*self
+        }
+    }
+
+    fn whole_event(&self) -> Bytes {
+        let update = || {
+            let rows = self.rows.values().collect();
+            event(&self.update(true, rows, Vec::new(), Some(&self.graph)))
+        };
+        self.whole.get_or_init(update).clone()
+    }
+
+    fn changes_since(&self, before: &Self) -> Bytes {
+        let changed = self.rows.values().filter(|row| before.rows.get(&row.key) != Some(row));
+        let removed = before.rows.keys().filter(|key| !self.rows.contains_key(*key));
+        let graph = (self.graph != before.graph).then_some(&*self.graph);
+        event(&self.update(false, changed.collect(), removed.collect(), graph))
+    }
+
+    fn update<'a>(
+        &'a self,
+        all: bool,
+        set: Vec<&'a Row>,
+        removed: Vec<&'a Key>,
+        graph: Option<&'a WaitGraph>,
+    ) -> Update<'a> {
+        Update {
+            all,
+            at: self.taken_at_ms,
+            error: self.error.as_deref(),
+            rate: self.grants_per_second,
+            held: self.snapshot.holders.len(),
+            waiting: self.snapshot.waiters.len(),
+            set,
+            removed,
+            graph,
+        }
+    }
+}
+
+/// Formats a server-sent event. JSON has no line breaks, which would end its data.
+fn event(update: &Update<'_>) -> Bytes {
+    let json = serde_json::to_string(update).unwrap_or_default();
+    format!("data: {json}\n\n").into()
+}
+
+fn rows_of(
+    snapshot: &Snapshot,
+    taken_at_ms: u64,
+    before: Option<&BTreeMap<Key, Row>>,
+) -> BTreeMap<Key, Row> {
+    let mut rows: BTreeMap<Key, Row> = BTreeMap::new();
+    let empty = |key: &Key| Row { key: key.clone(), holders: Vec::new(), waiters: Vec::new() };
+    for holder in &snapshot.holders {
+        let row = rows.entry(holder.key.clone()).or_insert_with(|| empty(&holder.key));
+        row.holders.push(Claimant::holder(holder, taken_at_ms));
+    }
+    for waiter in &snapshot.waiters {
+        let row = rows.entry(waiter.key.clone()).or_insert_with(|| empty(&waiter.key));
+        row.waiters.push(Claimant::waiter(waiter, taken_at_ms));
+    }
+    for row in rows.values_mut() {
+        if let Some(before) = before.and_then(|rows| rows.get(&row.key)) {
+            keep_times(&mut row.holders, &before.holders);
+            keep_times(&mut row.waiters, &before.waiters);
+        }
+    }
+    rows
+}
+
+/// Replaces times by those of the last snapshot unless they have changed, because the time between
+/// a request and its answer varies.
+fn keep_times(claimants: &mut [Claimant], before: &[Claimant]) {
+    for (claimant, before) in claimants.iter_mut().zip(before) {
+        if (&claimant.label, &claimant.mode, &claimant.token)
+            == (&before.label, &before.mode, &before.token)
+        {
+            for (time, before) in
+                [(&mut claimant.since, before.since), (&mut claimant.ends, before.ends)]
+            {
+                if let (Some(new), Some(old)) = (*time, before)
+                    && new.abs_diff(old) <= TIME_TOLERANCE_MS
+                {
+                    *time = Some(old);
+                }
+            }
+        }
+    }
+}
+
+const TIME_TOLERANCE_MS: u64 = 1_000;
+
+impl Claimant {
+    fn holder(holder: &Holder, now_ms: u64) -> Self {
+        Self {
+            label: holder.label.clone(),
+            mode: holder.mode.to_string(),
+            token: holder.token.map(|token| token.to_string()),
+            since: holder.held_for.map(|held| now_ms.saturating_sub(whole_millis(held))),
+            ends: holder.lease_left.map(|left| now_ms.saturating_add(whole_millis(left))),
+        }
+    }
+
+    fn waiter(waiter: &WaitingClaim, now_ms: u64) -> Self {
+        Self {
+            label: waiter.label.clone(),
+            mode: waiter.mode.to_string(),
+            token: None,
+            since: waiter.waited_for.map(|waited| now_ms.saturating_sub(whole_millis(waited))),
+            // It is renewed while its process waits, and no page shows it.
+            ends: None,
+        }
+    }
+}
+
+/// Limits the processor time of this process by the pauses between snapshots.
+struct ProcessorBudget {
+    measured_at: Instant,
+    used: Duration,
+    /// The time for which this process must rest until its average share is [`PROCESSOR_SHARE`].
+    owed: Duration,
+}
+
+impl ProcessorBudget {
+    fn new() -> Self {
+        Self { measured_at: Instant::now(), used: processor_time(), owed: Duration::ZERO }
+    }
+
+    /// Returns the pause before the next snapshot: `interval`, or longer if this process has used
+    /// more processor time than its share.
+    fn pause(&mut self, interval: Duration) -> Duration {
+        let (now, used) = (Instant::now(), processor_time());
+        self.spend(used.saturating_sub(self.used), now - self.measured_at);
+        (self.measured_at, self.used) = (now, used);
+        interval.max(self.owed)
+    }
+
+    /// Adds processor time that was used within `elapsed`.
+    fn spend(&mut self, used: Duration, elapsed: Duration) {
+        let owed = self.owed + used.div_f64(PROCESSOR_SHARE);
+        self.owed = owed.saturating_sub(elapsed).min(PAUSE_MAX);
+    }
+}
+
+fn processor_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::top::view::tests::snapshot;
+
+    #[test]
+    fn the_average_processor_share_is_limited_for_expensive_snapshots() {
+        let interval = Duration::from_secs(1);
+        for (used_ms, rounds) in [(5, 1.0), (100, 2.5), (1_000, 25.0)] {
+            let mut budget = ProcessorBudget::new();
+            let used = Duration::from_millis(used_ms);
+            let mut pause = interval;
+            let mut elapsed = Duration::ZERO;
+            for _ in 0..100 {
+                elapsed += used + pause;
+                budget.spend(used, used + pause);
+                pause = interval.max(budget.owed);
+            }
+            let average = elapsed.as_secs_f64() / 100.0;
+            assert!((average / rounds - 1.0).abs() < 0.05, "{used_ms} ms: {average} s per round");
+        }
+    }
+
+    fn event_of(bytes: &Bytes) -> serde_json::Value {
+        let text = std::str::from_utf8(bytes).unwrap();
+        let data = text.strip_prefix("data: ").and_then(|data| data.strip_suffix("\n\n")).unwrap();
+        assert!(!data.contains(['\n', '\r']));
+        serde_json::from_str(data).unwrap()
+    }
+
+    #[test]
+    fn an_event_has_only_the_rows_that_changed() {
+        let first = Frame::new(snapshot(&[("a", "x", 5), ("b", "y", 5)], &["b"]), None);
+        let all = event_of(&first.whole_event());
+        assert_eq!((all["all"].as_bool(), all["set"].as_array().unwrap().len()), (Some(true), 2));
+        assert_eq!(all["set"][1]["waiters"][0]["label"], "waiter");
+        assert!(all["set"][0].get("waiters").is_none());
+
+        let second = Frame::new(snapshot(&[("a", "x", 5), ("c", "z", 0)], &[]), Some(&first));
+        let changes = event_of(&second.changes_since(&first));
+        assert_eq!(
+            (&changes["set"][0]["key"], changes["set"].as_array().unwrap().len()),
+            (&"c".into(), 1)
+        );
+        assert_eq!(changes["removed"], serde_json::json!(["b"]));
+
+        let failed = second.failed("no connection".to_owned());
+        let changes = event_of(&failed.changes_since(&second));
+        assert_eq!((&changes["error"], failed.failures), (&"no connection".into(), 1));
+        assert_eq!(changes["set"], serde_json::json!([]));
+        assert_eq!(Frame::new(snapshot(&[], &[]), Some(&failed)).failures, 1);
+    }
+
+    #[test]
+    fn text_from_other_users_cannot_end_an_event() {
+        let frame = Frame::new(snapshot(&[("a\n\ndata: b", "x\r\n\r\nevent: y", 5)], &[]), None);
+        let all = event_of(&frame.whole_event());
+        assert_eq!(all["set"][0]["key"], "a\n\ndata: b");
+    }
+}
