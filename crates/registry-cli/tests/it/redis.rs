@@ -1,5 +1,6 @@
 //! `lockreg` over Redis servers, which a URL selects.
 
+mod serve;
 mod several;
 
 use std::future::Future;

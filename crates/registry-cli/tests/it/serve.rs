@@ -16,19 +16,19 @@ use crate::support::{TEST_TIMEOUT, TestProcess, TestStore, wait_until};
 const TOKEN: &str = "correct-horse-battery-staple";
 
 /// A running `lockreg serve`.
-struct Serve {
-    process: TestProcess,
+pub(crate) struct Serve {
+    pub(crate) process: TestProcess,
     url: String,
 }
 
-struct Answer {
-    status: u16,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
     headers: ureq::http::HeaderMap,
     body: String,
 }
 
 impl Answer {
-    fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|_| panic!("no JSON: {}", self.body))
     }
 }
@@ -43,7 +43,7 @@ impl Serve {
         Self::of(command.args(arguments))
     }
 
-    fn of(command: &mut Command) -> Self {
+    pub(crate) fn of(command: &mut Command) -> Self {
         let process = TestProcess::start(command);
         let url = process.next_line();
         Self { process, url }
@@ -68,13 +68,13 @@ impl Serve {
         }
     }
 
-    fn get(&self, path: &str) -> Answer {
+    pub(crate) fn get(&self, path: &str) -> Answer {
         self.request("GET", path, &[])
     }
 
     /// Returns the JSON of `path` as soon as it is as expected.
     #[track_caller]
-    fn wait_for(&self, path: &str, is_expected: impl Fn(&Value) -> bool) -> Value {
+    pub(crate) fn wait_for(&self, path: &str, is_expected: impl Fn(&Value) -> bool) -> Value {
         let mut json = Value::Null;
         wait_until("expected answer", || {
             json = self.get(path).json();
@@ -91,7 +91,7 @@ impl Serve {
     }
 
     /// Opens an event stream, and returns it after the head of the answer.
-    fn events(&self) -> BufReader<TcpStream> {
+    pub(crate) fn events(&self) -> BufReader<TcpStream> {
         let mut stream = self.connect();
         stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         let mut events = BufReader::new(stream);
@@ -103,7 +103,10 @@ impl Serve {
 }
 
 /// Returns the next event that is as expected.
-fn next_event(events: &mut BufReader<TcpStream>, is_expected: impl Fn(&Value) -> bool) -> Value {
+pub(crate) fn next_event(
+    events: &mut BufReader<TcpStream>,
+    is_expected: impl Fn(&Value) -> bool,
+) -> Value {
     loop {
         let mut line = String::new();
         assert!(events.read_line(&mut line).unwrap() > 0, "the stream ended");
