@@ -469,7 +469,7 @@ impl Acquisition<'_> {
                     late_grant()
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
-                    self.check_units(&busy)?;
+                    self.check_other_units(&busy)?;
                     failures = Failures::default();
                     self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
@@ -547,7 +547,7 @@ impl Acquisition<'_> {
     }
 
     /// Fails if the permits that are held state other units.
-    fn check_units(&self, busy: &Busy) -> Result<(), AcquireFailure> {
+    fn check_other_units(&self, busy: &Busy) -> Result<(), AcquireFailure> {
         match (busy.other_units, self.claim_options.mode) {
             (Some(held), ClaimMode::Permits { of, .. }) => {
                 let key = self.local_lock.key().as_str().to_owned();

@@ -26,7 +26,7 @@ use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::panic_safe::{catch_panic, discard_panic};
 use crate::schedule::Schedule;
-use crate::siblings::SiblingEntry;
+use crate::shared_backend::SharedBackendEntry;
 use crate::waiting_list::WaitingClaim;
 
 /// The result of the first poll of a request: the store's response, or the call if it is pending.
@@ -61,7 +61,7 @@ pub(crate) struct Engine {
     pub(crate) left_to_lease: AtomicUsize,
     /// Of these, the number that were active grants until their holder released them.
     pub(crate) failed_releases: AtomicUsize,
-    pub(crate) sibling: Arc<SiblingEntry>,
+    pub(crate) shared_backend: Arc<SharedBackendEntry>,
 }
 
 impl Engine {

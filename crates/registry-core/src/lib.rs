@@ -26,7 +26,7 @@ mod registration;
 mod call;
 mod backend;
 mod invalidation;
-mod siblings;
+mod shared_backend;
 mod grant;
 mod lease;
 mod guard;

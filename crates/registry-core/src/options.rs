@@ -216,7 +216,7 @@ impl ClaimOptions {
         defaults: &Defaults,
         store: &Capabilities,
     ) -> Result<Self, InvalidOption> {
-        check_units(mode)?;
+        validate_units(mode)?;
         let fair = options.fair.unwrap_or(defaults.fair);
         if fair && !store.fair && !store.fair_on_request {
             return Err(InvalidOption::fair_unsupported(store.store));
@@ -275,7 +275,7 @@ impl ClaimOptions {
 }
 
 /// Checks the units of a semaphore.
-pub(crate) fn check_units(mode: ClaimMode) -> Result<(), InvalidOption> {
+pub(crate) fn validate_units(mode: ClaimMode) -> Result<(), InvalidOption> {
     match mode {
         ClaimMode::Permits { take, of } if take == 0 || take > of => {
             Err(InvalidOption::units(take, of))

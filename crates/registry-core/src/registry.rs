@@ -33,7 +33,7 @@ use crate::options::{ClaimOptions, Defaults, HandOverLimits, LockOptions};
 use crate::panic_safe::with_panic_safe_waker;
 use crate::renewer::LeaseRenewer;
 use crate::schedule::Schedule;
-use crate::siblings::SiblingEntry;
+use crate::shared_backend::SharedBackendEntry;
 use crate::waiting_list::WaitingClaim;
 
 /// Provides locks by key, independent of the store. Framework code holds an
@@ -261,8 +261,8 @@ impl Registry {
         self.engine.require_inspect()?;
         let key = Key::new(key)?;
         self.engine.backend.check_key(&key)?;
-        let (backend, sibling) =
-            (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.sibling));
+        let (backend, shared_backend) =
+            (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.shared_backend));
         let forced_key = key.clone();
         let released = Box::pin(async move {
             let released = match backend.admin() {
@@ -272,7 +272,7 @@ impl Registry {
             // A store need not report a change to the client that made it. After an error, the
             // registries verify their claims too, because the store may have freed the key.
             if !mutated(Mutant::BrokenLockUnverified) {
-                sibling.request_verification(&forced_key);
+                shared_backend.request_verification(&forced_key);
             }
             released
         });
@@ -586,7 +586,8 @@ impl RegistryBuilder {
             invalidations: Arc::clone(&invalidations),
             local_locks: Arc::clone(&local_locks),
         };
-        let sibling = Arc::new(SiblingEntry::new(&backend, Invalidations::new(&invalidations)));
+        let shared_backend =
+            Arc::new(SharedBackendEntry::new(&backend, Invalidations::new(&invalidations)));
         let engine = Arc::new(Engine {
             fairness: Fairness::new(&capabilities, defaults.poll),
             memory: (&*backend as &dyn Any).downcast_ref().cloned(),
@@ -606,7 +607,7 @@ impl RegistryBuilder {
             lost_claims: 0.into(),
             left_to_lease: 0.into(),
             failed_releases: 0.into(),
-            sibling,
+            shared_backend,
         });
         engine.backend.subscribe(Invalidations::new(&engine.invalidations));
         let close_state = CloseState {

@@ -181,7 +181,7 @@ impl Semaphore {
     /// # Panics
     /// As [`DistributedLock::lock`].
     pub async fn resize(&self, units: u32) -> Result<(), LockError> {
-        crate::options::check_units(ClaimMode::Permits { take: 1, of: units })?;
+        crate::options::validate_units(ClaimMode::Permits { take: 1, of: units })?;
         let guard = self.lock.lock().await?;
         self.units.store(units, Ordering::Release);
         guard.unlock().await

@@ -32,7 +32,7 @@ use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
 use crate::session_validity::SessionValidity;
-use crate::units::check_units;
+use crate::units::refuse_too_many_units;
 
 /// Starts tasks that release all abandoned claims of a session.
 type ReleaseAbandoned = fn(&Arc<ZkSession>);
@@ -145,7 +145,7 @@ impl SessionPool {
                 return Ok((session, entry));
             }
             let new_entry = QueueEntry::new(claim, dir(), self.config.naming);
-            check_units(&self.config, claim, &new_entry.dir)?;
+            refuse_too_many_units(&self.config, claim, &new_entry.dir)?;
             let (session, capacity) = match self.find_session_for(&new_entry) {
                 Some(found) => found,
                 None => self.open_for(&new_entry).await?,

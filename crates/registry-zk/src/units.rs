@@ -25,7 +25,7 @@ pub struct TooManyUnits {
 }
 
 /// Refuses permits whose units do not fit into one request or one session.
-pub(crate) fn check_units(
+pub(crate) fn refuse_too_many_units(
     config: &ZkConfig,
     claim: &Claim,
     queue: &str,

@@ -150,8 +150,11 @@ impl MySqlStatements {
             write_record: text(WRITE_RECORD),
             write_renewal: text(WRITE_RENEWAL),
             write_grant: text(WRITE_RECORD),
-            reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
-            release_alone: text(RELEASE_ALONE),
+            reacquire_single_claim: text(&with_mutation(
+                REACQUIRE_SINGLE_CLAIM,
+                &[REACQUIRES_HELD_KEY],
+            )),
+            release_single_claim: text(RELEASE_SINGLE_CLAIM),
             values: ValueStatements {
                 read: text(READ_VALUE),
                 write: text(&WRITE_VALUE.replace("{condition}", HAS_GRANT)),
@@ -419,7 +422,7 @@ const WRITE_RECORD: &str = "\
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block
 /// on.
-const REACQUIRE_ALONE: &str = "\
+const REACQUIRE_SINGLE_CLAIM: &str = "\
     UPDATE {locks} SET \
         token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
         block = $2, \
@@ -431,7 +434,7 @@ const REACQUIRE_ALONE: &str = "\
 /// claim, or with a grant that is not the newest one of the key, is not changed.
 ///
 /// Parameters: id, the first 33 bytes of the entry, tokens used.
-const RELEASE_ALONE: &str = "\
+const RELEASE_SINGLE_CLAIM: &str = "\
     UPDATE {locks} SET \
         claim = NULL, label = NULL, since = GREATEST({now}, since + 1), until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = {marker} AND until > {now} \

@@ -106,8 +106,11 @@ impl PgStatements {
                 &WRITE_GRANT.replace("FOR UPDATE", "FOR NO KEY UPDATE SKIP LOCKED"),
             ),
             write_grant: text(WRITE_GRANT),
-            reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
-            release_alone: text(RELEASE_ALONE),
+            reacquire_single_claim: text(&with_mutation(
+                REACQUIRE_SINGLE_CLAIM,
+                &[REACQUIRES_HELD_KEY],
+            )),
+            release_single_claim: text(RELEASE_SINGLE_CLAIM),
             values: ValueStatements {
                 read: text(READ_VALUE),
                 write: text(&WRITE_VALUE.replace("{fence}", FENCE)),
@@ -441,7 +444,7 @@ const WRITE_GRANT: &str = "\
 /// writes the text of the record with the times and the token of the grant.
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block on
-const REACQUIRE_ALONE: &str = "\
+const REACQUIRE_SINGLE_CLAIM: &str = "\
     UPDATE {locks} AS l SET \
         claim = {marker}, \
         token = greatest(free.now, l.token + l.block), \
@@ -461,7 +464,7 @@ const REACQUIRE_ALONE: &str = "\
 /// claim, or with a grant that is not the newest one of the key, is not changed.
 ///
 /// Parameters: id, the first 33 bytes of the entry, tokens used, channel, message, presence lock
-const RELEASE_ALONE: &str = "\
+const RELEASE_SINGLE_CLAIM: &str = "\
     UPDATE {locks} SET \
         claim = NULL, label = NULL, since = greatest({now}, since + 1), until = {now}, block = least(block, $3::bigint) \
     WHERE id = $1::bytea AND claim = {marker} AND until > {now} \

@@ -275,7 +275,7 @@ impl<D: Dialect> LeaseTable<D> {
     /// Grants `claim` by one statement, without reading the row first, because the row is probably
     /// free. The statement writes a record whose only entry is this grant. Returns `None` if the
     /// row is missing or not free.
-    pub(super) async fn reacquire_alone(
+    pub(super) async fn reacquire_single_claim(
         &self,
         claim: &Claim,
     ) -> Result<Option<Grant>, BackendError> {
@@ -289,8 +289,8 @@ impl<D: Dialect> LeaseTable<D> {
             Value::bytes(entry.id_and_mode.as_bytes()),
             Value::bytes(entry.rest.as_bytes()),
         ];
-        let statement =
-            Statement::new(&self.statements().reacquire_alone, values).with_at_most_one_row();
+        let statement = Statement::new(&self.statements().reacquire_single_claim, values)
+            .with_at_most_one_row();
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         let Some(token) = D::granted_token(&answer)? else { return Ok(None) };
@@ -386,7 +386,7 @@ impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         let row = self.row_id(claim.key());
         if self.rows_of_single_claims.remove(row)
-            && self.release_alone(claim).await? == Release::Freed
+            && self.release_single_claim(claim).await? == Release::Freed
         {
             self.recently_released.insert(row);
             self.wakeups.on_release(claim.key());
@@ -416,12 +416,12 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Ends the grant of `claim` if its record has no other entry.
-    async fn release_alone(&self, claim: &Claim) -> Result<Release, BackendError> {
+    async fn release_single_claim(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut values =
             vec![self.id(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
         values.extend(self.wakeups.notification(self.row_id(claim.key())));
         let statement =
-            Statement::new(&self.statements().release_alone, values).with_at_most_one_row();
+            Statement::new(&self.statements().release_single_claim, values).with_at_most_one_row();
         Ok(self.store.release(&statement).await?.release_outcome())
     }
 

@@ -44,9 +44,9 @@ pub(crate) struct RowStatements {
     /// As `write_record`, after the end of all transactions that fence the key.
     pub(crate) write_grant: StatementText,
     /// As `reacquire`, for a claim that is then alone in a record.
-    pub(crate) reacquire_alone: StatementText,
+    pub(crate) reacquire_single_claim: StatementText,
     /// As `release`, for a claim that is alone in a record.
-    pub(crate) release_alone: StatementText,
+    pub(crate) release_single_claim: StatementText,
     pub(crate) values: ValueStatements,
     pub(crate) waiters: WaiterStatements,
 }
@@ -188,7 +188,7 @@ impl<D: Dialect> LeaseTable<D> {
         let is_exclusive = is_exclusive_grant(claim);
         if !is_exclusive && !claim.is_conversion() && self.recently_released.remove(row) {
             // Boxed, because most attempts need no record.
-            if let Some(grant) = Box::pin(self.reacquire_alone(claim)).await? {
+            if let Some(grant) = Box::pin(self.reacquire_single_claim(claim)).await? {
                 return Ok(Some(Attempt::Granted(grant)));
             }
             let attempt = Box::pin(self.attempt_on_record(claim, position)).await;

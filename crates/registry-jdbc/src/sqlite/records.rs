@@ -60,7 +60,7 @@ impl SqliteBackend {
     pub(super) async fn attempt_on_record(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if claim.mode() != ClaimMode::Exclusive
             && !claim.is_conversion()
-            && let Some(grant) = self.try_grant_alone(claim).await?
+            && let Some(grant) = self.try_grant_single_claim(claim).await?
         {
             return Ok(Attempt::Granted(grant));
         }
@@ -98,14 +98,14 @@ impl SqliteBackend {
 
     /// Grants a free key to `claim`, which is then alone in its record, in one statement. Returns
     /// `None` if the key is held, or if its tokens are ahead of the wall clock.
-    async fn try_grant_alone(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
+    async fn try_grant_single_claim(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
         let wall = self.statements.clock.wall();
         if !self.is_above_granted_tokens(wall) {
             return Ok(None);
         }
         let token = self.fencing_token(wall)?;
         let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
-        let make_statement = move || statements.acquire_alone(&owned_claim, token);
+        let make_statement = move || statements.acquire_single_claim(&owned_claim, token);
         if self.writer.execute_low_priority(make_statement).await? == 0 {
             return Ok(None);
         }
@@ -117,7 +117,7 @@ impl SqliteBackend {
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.mode() != ClaimMode::Exclusive {
             let (statements, released) = (Arc::clone(&self.statements), claim.clone());
-            let make_statement = move || statements.release_alone(&released);
+            let make_statement = move || statements.release_single_claim(&released);
             if self.writer.execute_within(release_limit(claim), make_statement).await? > 0 {
                 return Ok(Release::Freed);
             }

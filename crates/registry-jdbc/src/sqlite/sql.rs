@@ -134,7 +134,7 @@ pub(super) const RELEASE: &str = "\
 /// those of [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
 /// Parameters: namespace, key, the first 33 characters of the entry, now, boot, tokens used.
-pub(super) const RELEASE_ALONE: &str = "\
+pub(super) const RELEASE_SINGLE_CLAIM: &str = "\
     UPDATE main.lock_registry_locks SET \
         claim = NULL, label = NULL, since = max(since + 1, ?4), until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = x'2b' AND until > ?4 AND boot = ?5 \

@@ -18,7 +18,7 @@ use crate::history::{History, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
 use super::phases::{Phase, excludes, phases};
-use super::validity::check_units;
+use super::validity::check_units_in_use;
 use super::violation::{Describer, Promise, Violation};
 
 /// Checks that the holders of each key that exclude each other follow each other in the order of
@@ -191,7 +191,12 @@ fn check_confirmed_units(history: &History, grants: &[&RecordedGrant]) -> Result
         held.retain(|(end, other)| *end > from && !excludes(other.mode, grant.mode));
         held.push((to, grant));
         let Some(phase) = phases(grant).pop() else { continue };
-        check_units(history, &phase, held.iter().map(|(_, grant)| (grant.mode, *grant)), from)?;
+        check_units_in_use(
+            history,
+            &phase,
+            held.iter().map(|(_, grant)| (grant.mode, *grant)),
+            from,
+        )?;
     }
     Ok(())
 }

@@ -42,7 +42,7 @@ pub fn validity(history: &History) -> Result<usize, Violation> {
                 return Err(incompatible(history, other, &phase));
             }
             valid.push(phase);
-            check_units(
+            check_units_in_use(
                 history,
                 &phase,
                 valid.iter().map(|valid| (valid.mode, valid.grant)),
@@ -54,7 +54,7 @@ pub fn validity(history: &History) -> Result<usize, Violation> {
 }
 
 /// Checks that the permits among `held`, which includes `newest`, fit at this time.
-pub(super) fn check_units<'a>(
+pub(super) fn check_units_in_use<'a>(
     history: &History,
     newest: &Phase<'_>,
     held: impl Iterator<Item = (ClaimMode, &'a RecordedGrant)> + Clone,

@@ -16,13 +16,13 @@ static REGISTRIES: Mutex<Option<HashMap<usize, Arc<InvalidationSet>>>> = Mutex::
 /// The entry of one registry in the table of [`REGISTRIES`]. Dropping the last entry of a backend
 /// removes the backend from the table.
 #[derive(Debug)]
-pub(crate) struct SiblingEntry {
+pub(crate) struct SharedBackendEntry {
     backend: usize,
     /// `None` only during the drop of this entry.
     registries: Option<Arc<InvalidationSet>>,
 }
 
-impl SiblingEntry {
+impl SharedBackendEntry {
     pub(crate) fn new(backend: &Arc<dyn LockBackend>, invalidations: Invalidations) -> Self {
         let backend = Arc::as_ptr(backend).cast::<()>().addr();
         let registries = Arc::clone(all().get_or_insert_default().entry(backend).or_default());
@@ -38,7 +38,7 @@ impl SiblingEntry {
     }
 }
 
-impl Drop for SiblingEntry {
+impl Drop for SharedBackendEntry {
     fn drop(&mut self) {
         let mut all = all();
         // The entry drops its reference under the mutex. If the last two entries are dropped
