@@ -339,32 +339,34 @@ pub(crate) struct TopArgs {
 
 /// Shows all holders and waiters continuously in a web page
 ///
-/// `/` is the page: a table of locks and waiters, the past holders of a key, and which processes
-/// wait for which others, with possible deadlocks. For programs: `/api/locks`, `/api/locks/KEY`,
-/// `/api/waits`, `/metrics` for Prometheus, `/healthz`. The addresses of the web page are printed
-/// when it can be opened.
+/// Prints the address of the page when the page can be opened, and runs until a signal arrives.
+/// The page shows a table of locks and waiters, the past holders of a key, which processes wait for
+/// which others, and possible deadlocks. For programs: `/api/locks`, `/api/locks/KEY`,
+/// `/api/waits`, `/metrics` for Prometheus, `/healthz`.
 ///
-/// Reads the store at each interval, no matter how many pages are open; less often, if it would
-/// need more than 5 % of a processor. Serves without encryption, and everyone who can reach the
-/// address can read all keys and labels.
+/// The number of open pages does not affect how often the store is read. The pauses between two
+/// readings are longer than --interval if this command would otherwise use more than 4 % of a
+/// processor. The connections are not encrypted, and all users who can reach the address can read
+/// all keys and labels.
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_EXAMPLES)]
 pub(crate) struct ServeArgs {
-    /// The address and port, or only a port of 127.0.0.1; port 0 selects a free one
+    /// The IP address and port, or only a port of 127.0.0.1; port 0 selects a free port
     #[arg(long, value_name = "ADDR", value_parser = parse_listen, default_value = "127.0.0.1:8384")]
     pub(crate) listen: SocketAddr,
-    /// The pause between two readings of the store
+    /// The pause between two readings of the store, 50ms to 1h
     #[arg(long, value_name = "TIME", value_parser = parse_interval, default_value = "1s")]
     pub(crate) interval: Duration,
-    /// Allows clients that know the token to release locks by force. The token is read from the
-    /// environment variable LOCKREG_SERVE_TOKEN or from --token-file
+    /// Allows clients that send the token to release locks by force. The token has at least 16
+    /// characters. It is read from --token-file, or else from the variable LOCKREG_SERVE_TOKEN
     #[arg(long)]
     pub(crate) allow_break: bool,
     /// The file with the token of --allow-break
     #[arg(long, value_name = "FILE", requires = "allow_break")]
     pub(crate) token_file: Option<PathBuf>,
-    /// A further name of this server. On a loopback address, requests that call the server by
-    /// another name than `localhost` or an address are refused. May be repeated
+    /// A host name of this server, for example the name of a proxy in front. On a loopback address,
+    /// requests are refused unless their header `Host` has this name, `localhost` or an IP address.
+    /// May be repeated
     #[arg(long, value_name = "NAME")]
     pub(crate) allow_host: Vec<String>,
 }
@@ -509,7 +511,7 @@ fn parse_listen(text: &str) -> Result<SocketAddr, String> {
     };
     address
         .parse()
-        .map_err(|_| "it is not an address; write IP:PORT, [IP]:PORT or a port".to_owned())
+        .map_err(|_| "it is not an address; write IP:PORT, [IPv6]:PORT or a port".to_owned())
 }
 
 fn parse_bounded_time(text: &str, max: Duration, hint: &str) -> Result<Duration, String> {

@@ -47,7 +47,7 @@ pub(crate) enum CliError {
         directory: PathBuf,
         source: io::Error,
     },
-    /// `lockreg serve` cannot listen.
+    /// `lockreg serve` cannot listen on its address, for example because the port is in use.
     Listen {
         address: SocketAddr,
         source: io::Error,

@@ -1,6 +1,7 @@
-//! `lockreg serve`: shows holders and waiters continuously in a web page, and to programs.
+//! `lockreg serve`: serves the holders and waiters of a store to browsers and to programs.
 //!
-//! [`monitor`] takes snapshots of the store, and [`http`] answers requests from the last one.
+//! [`monitor`] takes snapshots of the store, and [`http`] answers requests from the last snapshot.
+//! [`history`] and [`wait_graph`] derive past holds and deadlocks from the snapshots.
 
 mod history;
 mod http;
@@ -45,13 +46,13 @@ impl ServeCommand {
     pub(crate) fn check(global: &GlobalArgs, args: args::ServeArgs) -> Result<Self, CliError> {
         let store = StoreConfig::choose(global)?;
         let break_token = break_token(&args)?;
-        // Requests from other hosts are meant for this server, whatever they call it.
+        // On other addresses, any name may be a valid name of this host.
         let hosts = args.listen.ip().is_loopback().then_some(args.allow_host);
         let (address, interval) = (args.listen, args.interval);
         Ok(Self { store, address, interval, break_token, hosts })
     }
 
-    /// Serves until a signal arrives.
+    /// Serves until a signal requests the end of the process. Returns status 0.
     pub(crate) async fn execute(
         self,
         mut signals: Signals,
@@ -61,7 +62,7 @@ impl ServeCommand {
         let listener = TcpListener::bind(self.address)
             .await
             .map_err(|source| CliError::Listen { address: self.address, source })?;
-        let address = listener.local_addr().map_err(CliError::os("cannot read the address"))?;
+        let address = listener.local_addr().map_err(CliError::os("cannot read the bound address"))?;
         let registry = Arc::new(tokio::select! {
             registry = self.store.open(output) => registry?,
             _ = signals.next_termination() => return Ok(0),
@@ -82,8 +83,8 @@ impl ServeCommand {
             output.notice(
                 "warning",
                 &format!(
-                    "other hosts can read all keys and labels at {address}, without encryption; put a proxy that \
-                     authenticates its users in front, or listen on 127.0.0.1"
+                    "other hosts can read all keys and labels at {address}, without encryption; for other hosts, listen \
+                     on 127.0.0.1 behind a proxy that authenticates its users"
                 ),
                 json!({ "address": address.to_string() }),
             );
@@ -101,7 +102,8 @@ impl ServeCommand {
     }
 }
 
-/// Returns the token that a client must send to release a lock, if locks may be released.
+/// Returns the token that a client must send to release a lock. Returns `None` without
+/// `--allow-break`.
 fn break_token(args: &args::ServeArgs) -> Result<Option<BreakToken>, CliError> {
     if !args.allow_break {
         return Ok(None);
@@ -113,14 +115,14 @@ fn break_token(args: &args::ServeArgs) -> Result<Option<BreakToken>, CliError> {
     let token = token.trim();
     if token.len() < TOKEN_BYTES_MIN {
         return Err(CliError::usage(format!(
-            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, and this one has {}; set it in \
-             {TOKEN_VARIABLE} or in the file of --token-file, for example with `openssl rand -hex 16`",
+            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, but the token has {}; set {TOKEN_VARIABLE} \
+             or write the file of --token-file, for example with the output of `openssl rand -hex 16`",
             token.len()
         )));
     }
     if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(CliError::usage(
-            "the token of --allow-break has characters that an HTTP header cannot contain; use letters and digits",
+            "the token of --allow-break contains spaces or other characters that are not allowed; use letters and digits",
         ));
     }
     Ok(Some(BreakToken::new(token)))
@@ -143,17 +145,18 @@ async fn accept(listener: TcpListener, router: Router) {
                     drop(slot);
                 });
             }
-            // For example, too many open files.
+            // Too many open files, for example. Without a pause, this loop would spin.
             Err(_) => tokio::time::sleep(ACCEPT_RETRY_PAUSE).await,
         }
     }
 }
 
-/// Answers the requests of one connection, until it is closed or its client stops to read or write.
+/// Answers the requests of one connection until the connection is closed or exceeds
+/// [`CLIENT_TIMEOUT`].
 async fn answer(stream: TcpStream, router: Router) {
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(CLIENT_TIMEOUT));
-    // An error concerns only this client.
+    // An error affects only this connection, and its client notices it.
     _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(CLIENT_TIMEOUT)
@@ -161,13 +164,15 @@ async fn answer(stream: TcpStream, router: Router) {
         .await;
 }
 
-/// The environment variable with the token of `--allow-break`. An argument would be visible to the
-/// other users of the host.
+/// The environment variable with the token of `--allow-break`. The token is not an argument,
+/// because all users of the host can read the arguments of a process.
 const TOKEN_VARIABLE: &str = "LOCKREG_SERVE_TOKEN";
 const TOKEN_BYTES_MIN: usize = 16;
+/// Further clients wait until a connection ends.
 const CONNECTIONS_MAX: usize = 500;
 const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// How long a client may take to send the head of a request, or to read a part of an answer.
+/// How long a client may take to send the head of a request, or to accept the next bytes of an
+/// answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// The minimum age of the last snapshot with which `/healthz` reports a failure.
+/// `/healthz` fails if the last snapshot is older than this and older than three intervals.
 const AGE_LIMIT: Duration = Duration::from_secs(90);

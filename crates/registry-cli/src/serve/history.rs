@@ -1,46 +1,51 @@
-//! The past holders of each key, as far as snapshots have shown them.
+//! The current and past holds of each key, as the snapshots showed them.
 
 use std::collections::{HashMap, VecDeque};
 
 use lock_registry::{FencingToken, Holder, Key};
 use serde::Serialize;
 
-/// One grant, from its begin to the last snapshot that showed it.
+/// A hold of a key, from its grant to the last snapshot that showed it. A hand-over within a
+/// process continues the same hold.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct PastHold {
+pub(crate) struct ObservedHold {
     #[serde(skip)]
     pub(crate) key: Key,
     pub(crate) label: Option<String>,
     pub(crate) token: Option<FencingToken>,
     pub(crate) mode: String,
-    /// Milliseconds since 1970.
+    /// The time of the grant in milliseconds since 1970. If the store does not report it, the time
+    /// of the first snapshot that showed the hold.
     pub(crate) began_ms: u64,
+    /// The time of the last snapshot that showed the hold, in milliseconds since 1970.
     pub(crate) last_seen_ms: u64,
+    /// Whether a later snapshot did not show the hold.
     pub(crate) ended: bool,
 }
 
-/// The holds of all keys. A hold that begins and ends between two snapshots is missing.
+/// The holds of all keys. A hold that begins and ends between two snapshots is not recorded.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    open: HashMap<(Key, Option<FencingToken>, Option<String>), PastHold>,
-    /// In the order of their ends.
-    ended: VecDeque<PastHold>,
+    open: HashMap<(Key, Option<FencingToken>, Option<String>), ObservedHold>,
+    /// Sorted by their ends, oldest first.
+    ended: VecDeque<ObservedHold>,
     ended_bytes: usize,
 }
 
-/// The maximum number of ended holds, and of the bytes of their keys and labels. The oldest holds
-/// are removed.
+/// The limits of the number of ended holds, and of the bytes of their keys and labels. Beyond a
+/// limit, the holds that ended first are removed.
 const ENDED_MAX: usize = 20_000;
 const ENDED_BYTES_MAX: usize = 16 << 20;
 
 impl History {
-    /// Adds the holders of a snapshot that was taken at `at_ms`.
+    /// Records the holders of a snapshot that was taken at `at_ms`. Ends the open holds that
+    /// `holders` does not contain.
     pub(crate) fn record(&mut self, holders: &[Holder], at_ms: u64) {
         let mut before = std::mem::take(&mut self.open);
         for holder in holders {
             let identity = (holder.key.clone(), holder.token, holder.label.clone());
             let held_for = holder.held_for.map_or(0, crate::output::whole_millis);
-            let mut hold = before.remove(&identity).unwrap_or_else(|| PastHold {
+            let mut hold = before.remove(&identity).unwrap_or_else(|| ObservedHold {
                 key: holder.key.clone(),
                 label: holder.label.clone(),
                 token: holder.token,
@@ -49,7 +54,7 @@ impl History {
                 last_seen_ms: at_ms,
                 ended: false,
             });
-            // A conversion changes it.
+            // A conversion changes the mode during the hold.
             hold.mode = holder.mode.to_string();
             hold.last_seen_ms = at_ms;
             self.open.insert(identity, hold);
@@ -65,8 +70,8 @@ impl History {
         }
     }
 
-    /// Returns the known holds of `key`, in the order of their begins.
-    pub(crate) fn of(&self, key: &Key) -> Vec<PastHold> {
+    /// Returns the recorded holds of `key`, sorted by their beginnings.
+    pub(crate) fn of(&self, key: &Key) -> Vec<ObservedHold> {
         let all = self.ended.iter().chain(self.open.values());
         let mut holds: Vec<_> = all.filter(|hold| hold.key == *key).cloned().collect();
         holds.sort_by_key(|hold| (hold.began_ms, hold.token));
@@ -74,7 +79,7 @@ impl History {
     }
 }
 
-impl PastHold {
+impl ObservedHold {
     fn text_bytes(&self) -> usize {
         self.key.as_str().len() + self.label.as_ref().map_or(0, String::len)
     }
@@ -123,7 +128,7 @@ mod tests {
         );
         assert_eq!(
             history.ended_bytes,
-            history.ended.iter().map(PastHold::text_bytes).sum::<usize>()
+            history.ended.iter().map(ObservedHold::text_bytes).sum::<usize>()
         );
     }
 }

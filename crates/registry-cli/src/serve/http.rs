@@ -26,28 +26,31 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 
-use super::history::PastHold;
+use super::history::ObservedHold;
 use super::metrics;
 use super::monitor::Monitor;
 use crate::exit::causes;
 use crate::inspect::ShowView;
 use crate::output::{HolderView, Output, WaiterView, printable};
 
-/// What the answers depend on besides the store.
+/// The state that all request handlers share.
 #[derive(Debug)]
 pub(crate) struct Server {
     pub(crate) monitor: Monitor,
+    /// Derives the label `name` of metrics from a key.
     pub(crate) names: MetricsObserver,
-    /// The token without which no lock is released. `None`: locks are never released.
+    /// The token that a client must send to release a lock. `None`: this server releases no locks.
     pub(crate) break_token: Option<BreakToken>,
-    /// The names of this server in the header `Host`. `None`: all names.
+    /// The names that the header `Host` may contain, in addition to IP addresses and `localhost`.
+    /// `None`: the header is not checked.
     pub(crate) hosts: Option<Vec<String>>,
-    /// The age of the last snapshot from which on the server counts as unhealthy.
+    /// `/healthz` fails if the last snapshot is older.
     pub(crate) age_limit: Duration,
     pub(crate) output: Output,
 }
 
-/// The hash of the token. The comparison of hashes takes no time that depends on the token.
+/// The SHA-256 hash of the token. The duration of a comparison of hashes reveals nothing about the
+/// token.
 #[derive(Debug)]
 pub(crate) struct BreakToken([u8; 32]);
 
@@ -70,7 +73,8 @@ const PAGE_START: &str = include_str!("page.html");
 const PAGE_STYLE: &str = include_str!("page.css");
 const PAGE_SCRIPT: &str = include_str!("page.js");
 
-/// The number of open event streams. Each further one is refused.
+/// The maximum number of open event streams. It is less than the maximum number of connections, so
+/// that other requests are still answered.
 const EVENT_STREAMS_MAX: usize = 400;
 
 pub(crate) fn router(server: Arc<Server>) -> Router {
@@ -92,7 +96,7 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(health))
         .fallback(async || {
-            Failure::new(StatusCode::NOT_FOUND, "this server has no such page; see /")
+            Failure::new(StatusCode::NOT_FOUND, "this server has no such path; the page is at /")
         })
         .layer(from_fn_with_state((Arc::clone(&server), policy), protect))
         .with_state(server)
@@ -103,8 +107,8 @@ struct Page {
     policy: String,
 }
 
-/// Puts style and script into the page. The policy names their hashes, so a browser runs no other
-/// script, whatever text reaches the page.
+/// Inserts the style and the script into the page. The policy names their hashes, so a browser runs
+/// no other script, whatever text the page shows.
 fn page(store: &str, may_break: bool) -> Page {
     let hash = |text: &str| BASE64.encode(Sha256::digest(text));
     let html = PAGE_START
@@ -121,10 +125,11 @@ fn page(store: &str, may_break: bool) -> Page {
     Page { html, policy }
 }
 
-/// Refuses requests for other hosts, and adds the headers that restrict browsers.
+/// Refuses requests whose header `Host` is not a name of this server, and adds the headers that
+/// restrict browsers.
 ///
-/// Without the first, a page of an attacker whose name resolves to a loopback address could read
-/// all locks (DNS rebinding).
+/// Without the refusal, a page of an attacker's site could read all locks if the name of this site
+/// resolves to a loopback address (DNS rebinding).
 async fn protect(
     State((server, policy)): State<(Arc<Server>, Option<HeaderValue>)>,
     request: Request,
@@ -135,7 +140,7 @@ async fn protect(
         next.run(request).await
     } else {
         let error = format!(
-            "this server does not answer for the host {}; name it with --allow-host",
+            "this server does not answer requests for the host {}; allow this name with --allow-host",
             printable(&host.unwrap_or_default())
         );
         Failure::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
@@ -166,7 +171,8 @@ fn host_of(request: &Request) -> Option<String> {
 impl Server {
     fn accepts_host(&self, host: Option<&str>) -> bool {
         let Some(allowed) = &self.hosts else { return true };
-        // A browser sends an address as the host only if the user has entered an address.
+        // DNS rebinding needs a name. For an address in the header, the browser keeps the pages of
+        // other sites from reading the answer.
         host.is_some_and(|host| {
             host.parse::<IpAddr>().is_ok()
                 || host == "localhost"
@@ -183,7 +189,7 @@ fn json_of(value: &impl Serialize) -> Response {
     json(serde_json::to_vec(value).unwrap_or_default())
 }
 
-/// An answer with a status that is an error.
+/// An error response: its status, and the text of its JSON field `error`.
 struct Failure(StatusCode, String);
 
 impl Failure {
@@ -204,12 +210,12 @@ impl IntoResponse for Failure {
     }
 }
 
-/// All holders and waiters.
+/// The answer of `/api/locks`.
 #[derive(Serialize)]
 struct Listing<'a> {
     store: &'static str,
     taken_at_ms: u64,
-    /// Why `holders` and `waiters` are older than the interval.
+    /// The error of the last attempt to take a snapshot, if it failed.
     error: Option<&'a str>,
     /// Whether this store lists waiters.
     lists_waiters: bool,
@@ -240,14 +246,14 @@ async fn locks(
     Ok(json(listing.clone()))
 }
 
-/// A key as `lockreg --json show` prints it, and its past holders.
+/// The answer of `/api/locks/KEY`: the key as `lockreg --json show` prints it, and its holds.
 #[derive(Serialize)]
-struct LockPage<'a> {
+struct LockDetails<'a> {
     taken_at_ms: u64,
     error: Option<&'a str>,
     #[serde(flatten)]
     lock: ShowView<'a>,
-    history: Vec<PastHold>,
+    history: Vec<ObservedHold>,
 }
 
 async fn lock_in_path(
@@ -261,7 +267,7 @@ fn lock(server: &Server, key: &Key) -> Response {
     let frame = server.monitor.frame();
     let holders: Vec<_> = frame.snapshot.holders.iter().filter(|it| it.key == *key).collect();
     let waiters: Vec<_> = frame.snapshot.waiters.iter().filter(|it| it.key == *key).collect();
-    json_of(&LockPage {
+    json_of(&LockDetails {
         taken_at_ms: frame.taken_at_ms,
         error: frame.error.as_deref(),
         lock: ShowView::new(key, holders, waiters),
@@ -274,9 +280,9 @@ fn parse_key(text: &str) -> Result<Key, Failure> {
         .map_err(|error| Failure::new(StatusCode::BAD_REQUEST, LockError::from(error).to_string()))
 }
 
-/// Returns the parameter `key` of a query.
+/// Returns the parameter `key` of a query, if the query has one.
 ///
-/// axum's `Query` would replace bytes that are not UTF-8, which results in another key.
+/// axum's `Query` would replace bytes that are not UTF-8, and so return another key.
 fn key_in(query: Option<&str>) -> Result<Option<Key>, Failure> {
     let mut pairs = query.unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
     let Some((_, given)) = pairs.find(|(name, _)| *name == "key") else { return Ok(None) };
@@ -323,7 +329,7 @@ async fn break_lock(
             "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`",
         ));
     }
-    // In a task, because the release must not depend on the connection.
+    // A task of its own, because a closed connection must not cancel the release.
     let release = tokio::spawn({
         let server = Arc::clone(&server);
         async move {
@@ -367,19 +373,19 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
         None if frame.snapshot.age() > server.age_limit => (
             StatusCode::SERVICE_UNAVAILABLE,
             text,
-            "the store does not answer: the last snapshot is too old\n",
+            "the last snapshot is too old, because the store does not answer\n",
         )
             .into_response(),
         None => (text, "ok\n").into_response(),
     }
 }
 
-/// Sends the state, and then each change.
+/// Sends an event with all rows, and then an event for each snapshot.
 async fn events(State(server): State<Arc<Server>>) -> Result<Response, Failure> {
     if server.monitor.event_streams() >= EVENT_STREAMS_MAX {
         return Err(Failure::new(
             StatusCode::SERVICE_UNAVAILABLE,
-            "too many pages are open; close some of them",
+            format!("the limit of {EVENT_STREAMS_MAX} open pages is reached; close some of them"),
         ));
     }
     let stream = stream::unfold(None, move |changes| {
@@ -402,7 +408,7 @@ async fn next_event(
 ) -> Option<(Bytes, Receiver<Bytes>)> {
     match changes.recv().await {
         Ok(event) => Some((event, changes)),
-        // The connection is slower than the changes.
+        // This connection has missed events, so it starts again with all rows.
         Err(RecvError::Lagged(_)) => Some(monitor.subscribe()),
         Err(RecvError::Closed) => None,
     }

@@ -11,33 +11,40 @@ use metrics_exporter_prometheus::PrometheusBuilder;
 
 use super::monitor::Frame;
 
-/// What is counted for a name and a mode.
+/// The values of one name and mode.
 #[derive(Debug, Default)]
 struct Counts {
     number: u32,
+    /// The longest time for which a claim has been held or has waited.
     longest: Duration,
 }
 
-/// Returns the metrics of `frame`. A new recorder for each frame has no series of names that are
-/// not locked any more.
+/// Returns the metrics of `frame`. Uses a new recorder for each frame, because a recorder would
+/// keep the series of names that are no longer locked.
 pub(crate) fn format(frame: &Frame, names: &MetricsObserver) -> Bytes {
     let recorder = PrometheusBuilder::new().build_recorder();
     let text = recorder.handle();
     with_local_recorder(&recorder, || {
         describe_gauge!("lockreg_holders", "holders of locks in the store");
-        describe_gauge!("lockreg_longest_hold_seconds", "time since the oldest grant");
+        describe_gauge!(
+            "lockreg_longest_hold_seconds",
+            "age of the oldest grant that is still held"
+        );
         describe_gauge!("lockreg_waiters", "claims that wait in the store");
-        describe_gauge!("lockreg_longest_wait_seconds", "time since the oldest wait began");
+        describe_gauge!(
+            "lockreg_longest_wait_seconds",
+            "longest time for which a claim has waited"
+        );
         describe_gauge!(
             "lockreg_deadlocks",
-            "groups of labels that wait for each other in a circle"
+            "groups of labels that wait for each other in a cycle"
         );
         describe_gauge!(
             "lockreg_snapshot_timestamp_seconds",
-            "when the last snapshot of the store was taken, in seconds since 1970"
+            "time of the last snapshot of the store that succeeded, in seconds since 1970"
         );
-        describe_gauge!("lockreg_snapshot_seconds", "duration of the last snapshot");
-        describe_counter!("lockreg_snapshot_failures_total", "snapshots that failed");
+        describe_gauge!("lockreg_snapshot_seconds", "duration of the last snapshot that succeeded");
+        describe_counter!("lockreg_snapshot_failures_total", "failed attempts to take a snapshot");
 
         let mut holders: BTreeMap<(Arc<str>, &'static str), Counts> = BTreeMap::new();
         for holder in &frame.snapshot.holders {

@@ -1,7 +1,7 @@
 //! Takes snapshots of the store, and publishes each as a [`Frame`] for all connections.
 //!
-//! A connection never causes a request to the store. What several connections send is formatted
-//! once, and they share its bytes.
+//! The number of connections does not affect the number of snapshots. Text that is the same for all
+//! connections is formatted once per frame, and the connections share its bytes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -15,23 +15,24 @@ use serde::Serialize;
 use tokio::sync::{Notify, broadcast};
 use tokio::time::sleep;
 
-use super::history::{History, PastHold};
+use super::history::{History, ObservedHold};
 use super::wait_graph::WaitGraph;
 use crate::output::whole_millis;
 use crate::snapshot::{GrantCounter, Snapshot};
 
-/// The state that all connections show.
+/// Takes the snapshots, and keeps the state that all connections share.
 #[derive(Debug)]
 pub(crate) struct Monitor {
     registry: Arc<Registry>,
     published: RwLock<Arc<Frame>>,
-    /// The events for pages that show the published frame already.
+    /// The events for pages that already show the published frame.
     changes: broadcast::Sender<Bytes>,
     history: Mutex<History>,
     refresh: Notify,
 }
 
-/// The last snapshot, and what is derived from it. Does not change after it is published.
+/// The last snapshot that succeeded, and the values that are derived from it. A published frame
+/// does not change.
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub(crate) snapshot: Arc<Snapshot>,
@@ -39,22 +40,23 @@ pub(crate) struct Frame {
     pub(crate) taken_at_ms: u64,
     /// The duration of the snapshot.
     pub(crate) took: Duration,
-    /// The error of a later attempt.
+    /// The error of the last attempt to take a snapshot, if it failed.
     pub(crate) error: Option<String>,
-    /// The number of failed attempts since the start.
+    /// The number of failed attempts since this process started.
     pub(crate) failures: u64,
     pub(crate) grants_per_second: f64,
     pub(crate) graph: Arc<WaitGraph>,
     rows: Arc<BTreeMap<Key, Row>>,
-    /// The event for a page that shows nothing yet.
+    /// The event with all rows, for a page that has none yet.
     whole: OnceLock<Bytes>,
-    /// The answers that do not depend on the request.
+    /// The answer of `/api/locks`.
     pub(crate) listing: OnceLock<Bytes>,
+    /// The answer of `/metrics`.
     pub(crate) metrics: OnceLock<Bytes>,
 }
 
-/// The holders and waiters of a key as the page shows them. Times are milliseconds since 1970, so
-/// that a row changes only with its lock.
+/// The holders and waiters of a key as the page shows them. Times are points in time, in
+/// milliseconds since 1970: unlike ages, they change only if the lock changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Row {
     key: Key,
@@ -68,19 +70,23 @@ struct Row {
 struct Claimant {
     label: Option<String>,
     mode: String,
-    /// Text, because numbers in JavaScript have 53 bits.
+    /// Text, because a number in JavaScript represents only integers of up to 53 bits exactly.
     token: Option<String>,
+    /// The time of the grant, or of the beginning of the wait.
     since: Option<u64>,
+    /// The end of the lease.
     ends: Option<u64>,
 }
 
 /// The data of one server-sent event.
 #[derive(Debug, Serialize)]
 struct Update<'a> {
-    /// Whether the page must forget all rows that it has.
+    /// `set` contains all rows, so the page must discard its own rows.
     all: bool,
+    /// The time of the snapshot.
     at: u64,
     error: Option<&'a str>,
+    /// Grants per second.
     rate: f64,
     held: usize,
     waiting: usize,
@@ -90,15 +96,18 @@ struct Update<'a> {
     graph: Option<&'a WaitGraph>,
 }
 
-/// The number of events that a connection may be late. After that, it receives all rows again.
+/// The maximum number of events that wait for a slow connection. A connection that misses an event
+/// receives all rows again.
 const LATE_EVENTS_MAX: usize = 16;
 
-/// The part of one processor that this process may use, with a margin below the documented 5 %.
+/// The share of one processor that this process may use on average.
 const PROCESSOR_SHARE: f64 = 0.04;
+/// The maximum pause for the sake of [`PROCESSOR_SHARE`], so that the page never shows much older
+/// data.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 impl Monitor {
-    /// Takes the first snapshot.
+    /// Takes the first snapshot, and returns a monitor that has published it.
     pub(crate) async fn start(registry: Arc<Registry>) -> Result<Self, LockError> {
         let mut history = History::default();
         let first = Frame::new(Snapshot::take(&registry).await?, None);
@@ -120,7 +129,7 @@ impl Monitor {
         Arc::clone(&self.published.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn history(&self, key: &Key) -> Vec<PastHold> {
+    pub(crate) fn history(&self, key: &Key) -> Vec<ObservedHold> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner).of(key)
     }
 
@@ -132,15 +141,15 @@ impl Monitor {
     /// Returns the event with all rows, and a receiver of the events after it.
     pub(crate) fn subscribe(&self) -> (Bytes, broadcast::Receiver<Bytes>) {
         let published = self.published.read().unwrap_or_else(PoisonError::into_inner);
-        // `publish` has the lock while it sends, so the receiver gets the changes of all later
-        // frames and no others.
+        // `run` has the write lock while it sends an event, so the receiver gets the events of all
+        // later frames and no others.
         let changes = self.changes.subscribe();
         let frame = Arc::clone(&published);
         drop(published);
         (frame.whole_event(), changes)
     }
 
-    /// Requests a snapshot without the pause.
+    /// Ends the current pause, so that the next snapshot is taken now.
     pub(crate) fn refresh(&self) {
         self.refresh.notify_one();
     }
@@ -170,7 +179,7 @@ impl Monitor {
             let event = frame.changes_since(&before);
             let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
             *published = Arc::new(frame);
-            // An error means that there is no page.
+            // Sending fails only if no page is open.
             _ = self.changes.send(event);
         }
     }
@@ -197,7 +206,7 @@ impl Frame {
         }
     }
 
-    /// Returns this frame with the error of a later attempt.
+    /// Returns this frame with the error of an attempt to take the next snapshot.
     fn failed(&self, error: String) -> Self {
         Self {
             snapshot: Arc::clone(&self.snapshot),
@@ -248,7 +257,8 @@ impl Frame {
     }
 }
 
-/// Formats a server-sent event. JSON has no line breaks, which would end its data.
+/// Formats a server-sent event. A line break would end its data, and `serde_json` escapes all line
+/// breaks.
 fn event(update: &Update<'_>) -> Bytes {
     let json = serde_json::to_string(update).unwrap_or_default();
     format!("data: {json}\n\n").into()
@@ -278,8 +288,9 @@ fn rows_of(
     rows
 }
 
-/// Replaces times by those of the last snapshot unless they have changed, because the time between
-/// a request and its answer varies.
+/// Keeps the times of the previous snapshot if the new ones differ by at most
+/// [`TIME_TOLERANCE_MS`]. The calculated times vary with the duration of the request, and each
+/// difference would be sent to all pages.
 fn keep_times(claimants: &mut [Claimant], before: &[Claimant]) {
     for (claimant, before) in claimants.iter_mut().zip(before) {
         if (&claimant.label, &claimant.mode, &claimant.token)
@@ -317,17 +328,19 @@ impl Claimant {
             mode: waiter.mode.to_string(),
             token: None,
             since: waiter.waited_for.map(|waited| now_ms.saturating_sub(whole_millis(waited))),
-            // It is renewed while its process waits, and no page shows it.
+            // The entry of a waiter is renewed while its process waits, and the page does not show
+            // its end.
             ends: None,
         }
     }
 }
 
-/// Limits the processor time of this process by the pauses between snapshots.
+/// Limits the processor time of this process by longer pauses between snapshots.
 struct ProcessorBudget {
     measured_at: Instant,
+    /// The processor time of this process at `measured_at`.
     used: Duration,
-    /// The time for which this process must rest until its average share is [`PROCESSOR_SHARE`].
+    /// The pause after which the average share of this process is [`PROCESSOR_SHARE`].
     owed: Duration,
 }
 

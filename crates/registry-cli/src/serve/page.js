@@ -8,7 +8,8 @@ const store = document.documentElement.dataset.store;
 const locks = new Map();
 let graph = { waits: [], omitted: 0, deadlocks: [] };
 let numbers = null;
-// The difference between the clocks of this browser and of the server.
+// The difference between the clocks of this browser and of the server. It is the minimum over all
+// events, because the delay of an event increases the measured difference.
 let clockOffset = Infinity;
 let sort = { by: "key", descending: false };
 let limit = 200;
@@ -47,7 +48,7 @@ function element(name, text, className) {
 const textOf = (text) => element("span", printable(text), "text");
 const labelOf = (label) => label === null ? element("span", "no label", "weak") : textOf(label);
 
-// Replaces the children of `parent`, and keeps the children that are equal.
+// Replaces the children of `parent`, except equal ones, so that they keep the selection of text.
 function fill(parent, children) {
   children.forEach((child, index) => {
     const old = parent.children[index];
@@ -173,10 +174,10 @@ function arrowHead(id, className) {
   return marker;
 }
 
-// Labels on a circle, and an arrow from each waiter to each holder.
+// Draws the labels on a circle, and an arrow from each waiter to each holder that blocks it.
 function drawGraph(waits) {
   const labels = Array.from(new Set(waits.flatMap((wait) => [wait.waiter, wait.holder])));
-  const circular = new Set(waits.filter((wait) => wait.deadlock !== null).flatMap((wait) => [wait.waiter, wait.holder]));
+  const deadlocked = new Set(waits.filter((wait) => wait.deadlock !== null).flatMap((wait) => [wait.waiter, wait.holder]));
   const [boxWidth, boxHeight] = [150, 26];
   const radius = Math.max(90, labels.length * 22);
   const [width, height] = [2 * radius + boxWidth + 260, 2 * radius + boxHeight + 60];
@@ -185,7 +186,7 @@ function drawGraph(waits) {
     return [label, { x: width / 2 + (radius + 100) * Math.cos(angle), y: height / 2 + radius * Math.sin(angle) }];
   }));
   const svg = shape("svg", { viewBox: "0 0 " + width + " " + height, width, height, role: "img" });
-  svg.append(shape("title", {}, "Arrows from each waiter to the holder for which it waits"));
+  svg.append(shape("title", {}, "An arrow leads from each waiter to each holder for which it waits"));
   svg.append(arrowHead("head", ""), arrowHead("deadlock-head", "deadlock"));
   for (const wait of waits) {
     const [from, to] = [place.get(wait.waiter), place.get(wait.holder)];
@@ -208,7 +209,7 @@ function drawGraph(waits) {
   }
   for (const [label, at] of place) {
     svg.append(shape("rect", { x: at.x - boxWidth / 2, y: at.y - boxHeight / 2, width: boxWidth, height: boxHeight, rx: 4,
-      class: circular.has(label) ? "deadlock" : "" }));
+      class: deadlocked.has(label) ? "deadlock" : "" }));
     const text = shape("text", { x: at.x, y: at.y + 4 }, shortened(label, 20));
     text.append(shape("title", {}, printable(label)));
     svg.append(text);
@@ -230,9 +231,9 @@ function select(key) {
   }
 }
 
-function claimant(who, verb, parts) {
+function claimant(claim, separator, parts) {
   const line = element("li");
-  line.append(labelOf(who.label), verb + [who.mode, ...parts].join(", "));
+  line.append(labelOf(claim.label), separator + [claim.mode, ...parts].join(", "));
   return line;
 }
 
@@ -253,7 +254,7 @@ function drawDetails() {
   byId("break").hidden = !mayBreak || !holders.length && !byId("broken").textContent;
 }
 
-// A key with any characters, such as `..`, reaches the server unchanged in a parameter.
+// A parameter, because a browser would resolve a segment such as `..` in a path.
 const address = (key) => "api/locks?key=" + encodeURIComponent(key);
 
 const LANES_MAX = 12;
@@ -277,7 +278,7 @@ async function drawHistory() {
     if (!lanes.has(hold.label)) lanes.set(hold.label, []);
     lanes.get(hold.label).push(hold);
   }
-  byId("span").textContent = "The last " + span(now - begin) + ", as seen at each reading of the store; a shorter hold may be missing.";
+  byId("span").textContent = "The last " + span(now - begin) + ". Holds that begin and end between two readings of the store are missing.";
   const drawn = Array.from(lanes, ([label, holds]) => {
     const lane = element("div", undefined, "lane");
     const track = element("div", undefined, "track");
@@ -304,14 +305,14 @@ async function breakLock(event) {
   event.preventDefault();
   const key = selected;
   const headers = { Authorization: "Bearer " + byId("token").value };
-  let said;
+  let result;
   try {
     const answer = await (await fetch(address(key), { method: "DELETE", headers })).json();
-    said = answer.error || (answer.broken ? "The lock was released." : "The key was not locked any more.");
+    result = answer.error || (answer.broken ? "The lock was released." : "The key was no longer locked.");
   } catch (error) {
-    said = "The server did not answer: " + error.message;
+    result = "The server did not answer: " + error.message;
   }
-  if (selected === key) byId("broken").textContent = said;
+  if (selected === key) byId("broken").textContent = result;
   byId("sure").checked = false;
 }
 
@@ -324,8 +325,8 @@ function drawNumbers() {
     byId("numbers").textContent = store + ": " + numbers.held + " held, " + numbers.waiting + " waiting, "
       + numbers.rate.toFixed(1) + " grants/s";
   }
-  const problem = !connected ? "no connection to lockreg; trying again" : numbers && numbers.error;
-  status.textContent = problem ? printable(problem) + (numbers ? " (shown: " + span(age) + " ago)" : "")
+  const problem = !connected ? "no connection to lockreg; reconnecting" : numbers && numbers.error;
+  status.textContent = problem ? printable(problem) + (numbers ? " (data from " + span(age) + " ago)" : "")
     : numbers ? "live" + (age > 5000 ? ", read " + span(age) + " ago" : "") : "connecting";
   status.className = problem ? "bad" : "";
 }

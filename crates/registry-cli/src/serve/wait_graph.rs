@@ -1,7 +1,8 @@
-//! Which labelled processes wait for which others, and which of them may be deadlocked.
+//! Finds which labelled processes wait for which others, and which of them may be deadlocked.
 //!
-//! A label stands for a process, so all waits of one label block each other. In a program whose
-//! tasks are independent, a reported deadlock may therefore be none.
+//! The graph treats a label as one process, which continues only when all its waits have ended. If
+//! the tasks of a process wait independently, a reported deadlock may therefore be none. Claims
+//! without a label are ignored.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,34 +21,35 @@ pub(crate) struct Wait {
     pub(crate) key: Key,
     pub(crate) mode: String,
     pub(crate) holder: String,
-    /// The number of the deadlock that this wait is part of, from 0.
+    /// The index in [`WaitGraph::deadlocks`] of the deadlock that this wait is part of.
     pub(crate) deadlock: Option<usize>,
 }
 
+/// The answer of `/api/waits`.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct WaitGraph {
     /// The waits of deadlocks come first.
     pub(crate) waits: Vec<Wait>,
-    /// The number of waits that are left out of `waits`.
+    /// The number of further waits, which `waits` does not contain.
     pub(crate) omitted: usize,
-    /// Groups of labels that wait for each other in a circle.
+    /// Groups of labels that wait for each other in a cycle.
     pub(crate) deadlocks: Vec<Vec<String>>,
 }
 
 /// The maximum number of waits in [`WaitGraph::waits`].
 const SHOWN_WAITS_MAX: usize = 500;
 
-/// The maximum number of waits that are examined. Each waiter of a key waits for each of its
-/// holders, so their number can be the product of both.
+/// About the maximum number of waits that are examined. Each waiter of a key waits for each holder
+/// of the key, so 1,000 waiters and 1,000 holders of one key result in a million waits.
 const EXAMINED_WAITS_MAX: usize = 100_000;
 
 /// A waiting claim, and the labels for which it waits.
 struct Request<'a> {
     claim: &'a WaitingClaim,
     waiter: &'a str,
-    /// The labels with the units that each must release before the claim can be granted.
+    /// The labels of the holders that block the claim, each with the units that it keeps from it.
     blockers: HashMap<&'a str, u32>,
-    /// The units that may stay taken when the claim is granted.
+    /// The maximum number of units that blockers may still hold when the claim is granted.
     allowed: u32,
 }
 
@@ -55,8 +57,8 @@ impl WaitGraph {
     pub(crate) fn of(snapshot: &Snapshot) -> Self {
         let requests = requests_of(snapshot);
         let stuck = stuck_labels(&requests);
-        let deadlocks = circles(&requests, &stuck);
-        let circle_of: HashMap<&str, usize> = (deadlocks.iter().enumerate())
+        let deadlocks = cycles(&requests, &stuck);
+        let cycle_of: HashMap<&str, usize> = (deadlocks.iter().enumerate())
             .flat_map(|(index, labels)| labels.iter().map(move |label| (label.as_str(), index)))
             .collect();
         let mut waits: Vec<Wait> = requests
@@ -67,8 +69,8 @@ impl WaitGraph {
                 key: request.claim.key.clone(),
                 mode: request.claim.mode.to_string(),
                 holder: holder.to_owned(),
-                deadlock: (circle_of.get(request.waiter).copied())
-                    .filter(|circle| circle_of.get(holder) == Some(circle)),
+                deadlock: (cycle_of.get(request.waiter).copied())
+                    .filter(|cycle| cycle_of.get(holder) == Some(cycle)),
             })
             .collect();
         waits.sort_by(|a, b| (a.deadlock.is_none(), a).cmp(&(b.deadlock.is_none(), b)));
@@ -97,7 +99,7 @@ fn requests_of(snapshot: &Snapshot) -> Vec<Request<'_>> {
         let mut blockers = HashMap::new();
         for holder in holders {
             let Some(units) = blocking_units(claim.mode, holder.mode) else { continue };
-            // A holder of the same label is another task of the same process, which goes on.
+            // A holder with the same label is another task of the process, which continues.
             if let Some(label) = holder.label.as_deref().filter(|label| *label != waiter) {
                 let taken: &mut u32 = blockers.entry(label).or_default();
                 *taken = taken.saturating_add(units);
@@ -114,6 +116,7 @@ fn requests_of(snapshot: &Snapshot) -> Vec<Request<'_>> {
 }
 
 /// Returns the units that a holder with the mode `held` keeps from a claim with the mode `wanted`.
+/// Returns `None` if both can be granted at the same time.
 fn blocking_units(wanted: ClaimMode, held: ClaimMode) -> Option<u32> {
     match (wanted, held) {
         (ClaimMode::Shared, ClaimMode::Shared | ClaimMode::Upgradable)
@@ -124,14 +127,14 @@ fn blocking_units(wanted: ClaimMode, held: ClaimMode) -> Option<u32> {
     }
 }
 
-/// Returns the labels that wait for each other without end, and those that wait for them.
+/// Returns the labels whose waits never end: those of deadlocks, and labels that wait for them.
 ///
 /// Reduces the graph (Holt, "Some deadlock properties of computer systems", 1972): a process whose
-/// claims can all be granted goes on and releases its locks, which may let others go on.
+/// claims can all be granted continues and releases its locks. Then, other processes may continue.
 fn stuck_labels<'a>(requests: &[Request<'a>]) -> HashSet<&'a str> {
     let mut open_requests: HashMap<&str, usize> = HashMap::new();
     let mut blocked_by: HashMap<&str, Vec<usize>> = HashMap::new();
-    // The units that stuck processes keep from each claim.
+    // For each request, the units that its possibly stuck blockers keep from it.
     let mut taken: Vec<u64> = Vec::with_capacity(requests.len());
     for (index, request) in requests.iter().enumerate() {
         *open_requests.entry(request.waiter).or_default() += 1;
@@ -141,7 +144,7 @@ fn stuck_labels<'a>(requests: &[Request<'a>]) -> HashSet<&'a str> {
         taken.push(request.blockers.values().map(|units| u64::from(*units)).sum());
     }
     let mut stuck: HashSet<&str> = open_requests.keys().copied().collect();
-    let mut going_on: Vec<&str> =
+    let mut runnable: Vec<&str> =
         blocked_by.keys().copied().filter(|label| !stuck.contains(label)).collect();
     let grant = |index: usize, open: &mut HashMap<&'a str, usize>| {
         let waiter = requests[index].waiter;
@@ -152,24 +155,25 @@ fn stuck_labels<'a>(requests: &[Request<'a>]) -> HashSet<&'a str> {
     let is_granted = |index: usize, taken: u64| taken <= u64::from(requests[index].allowed);
     for (index, taken) in taken.iter().enumerate() {
         if is_granted(index, *taken) {
-            going_on.extend(grant(index, &mut open_requests));
+            runnable.extend(grant(index, &mut open_requests));
         }
     }
-    while let Some(label) = going_on.pop() {
+    while let Some(label) = runnable.pop() {
         stuck.remove(label);
         for &index in blocked_by.get(label).into_iter().flatten() {
             let before = taken[index];
             taken[index] -= u64::from(requests[index].blockers[label]);
             if is_granted(index, taken[index]) && !is_granted(index, before) {
-                going_on.extend(grant(index, &mut open_requests));
+                runnable.extend(grant(index, &mut open_requests));
             }
         }
     }
     stuck
 }
 
-/// Returns the groups of stuck labels in which each waits for each, directly or over others.
-fn circles(requests: &[Request<'_>], stuck: &HashSet<&str>) -> Vec<Vec<String>> {
+/// Returns the groups of stuck labels in which each label waits for each other one, directly or
+/// through others.
+fn cycles(requests: &[Request<'_>], stuck: &HashSet<&str>) -> Vec<Vec<String>> {
     let mut graph = DiGraph::<&str, ()>::new();
     let nodes: HashMap<&str, _> =
         stuck.iter().map(|label| (*label, graph.add_node(label))).collect();
@@ -180,7 +184,7 @@ fn circles(requests: &[Request<'_>], stuck: &HashSet<&str>) -> Vec<Vec<String>> 
             }
         }
     }
-    let mut circles: Vec<Vec<String>> = kosaraju_scc(&graph)
+    let mut cycles: Vec<Vec<String>> = kosaraju_scc(&graph)
         .into_iter()
         .filter(|group| group.len() > 1)
         .map(|group| {
@@ -189,8 +193,8 @@ fn circles(requests: &[Request<'_>], stuck: &HashSet<&str>) -> Vec<Vec<String>> 
             labels
         })
         .collect();
-    circles.sort();
-    circles
+    cycles.sort();
+    cycles
 }
 
 #[cfg(test)]
@@ -231,11 +235,11 @@ mod tests {
     const X: &str = "exclusive";
 
     #[test]
-    fn processes_that_wait_in_a_circle_are_a_deadlock() {
+    fn processes_that_wait_in_a_cycle_are_a_deadlock() {
         let holders = [("a", "1", X), ("b", "2", X), ("c", "3", X)];
-        let circle = [("a", "2", X), ("b", "3", X), ("c", "1", X)];
-        assert_eq!(deadlocks(&holders, &circle), [["a", "b", "c"]]);
-        assert_eq!(deadlocks(&holders, &circle[..2]), [[""; 0]; 0]);
+        let cycle = [("a", "2", X), ("b", "3", X), ("c", "1", X)];
+        assert_eq!(deadlocks(&holders, &cycle), [["a", "b", "c"]]);
+        assert_eq!(deadlocks(&holders, &cycle[..2]), [[""; 0]; 0]);
     }
 
     #[test]
@@ -262,7 +266,7 @@ mod tests {
     fn a_permit_waits_until_enough_units_are_free() {
         let (one, two) = ("permits 1 of 2", "permits 2 of 2");
         let holders = [("a", "1", one), ("b", "2", X), ("c", "1", one)];
-        // The process c goes on and releases one unit, which is enough for one, but not for two.
+        // The process c continues and releases one unit: enough for the first claim of b only.
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", one)]), [[""; 0]; 0]);
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", two)]), [["a", "b"]]);
     }
@@ -275,14 +279,14 @@ mod tests {
     }
 
     #[test]
-    fn ten_thousand_processes_in_a_row_are_examined_at_once() {
+    fn a_chain_of_ten_thousand_processes_is_examined() {
         let labels: Vec<String> = (0..10_000).map(|index| index.to_string()).collect();
         let holders: Vec<_> = labels.iter().map(|label| (&**label, &**label, X)).collect();
         let mut waiters: Vec<_> = labels.windows(2).map(|pair| (&*pair[0], &*pair[1], X)).collect();
-        let row = graph(&holders, &waiters);
-        assert_eq!((row.deadlocks.len(), row.waits.len(), row.omitted), (0, 500, 9_499));
+        let chain = graph(&holders, &waiters);
+        assert_eq!((chain.deadlocks.len(), chain.waits.len(), chain.omitted), (0, 500, 9_499));
         waiters.push(("9999", "0", X));
-        let circle = deadlocks(&holders, &waiters);
-        assert_eq!((circle.len(), circle[0].len()), (1, 10_000));
+        let cycle = deadlocks(&holders, &waiters);
+        assert_eq!((cycle.len(), cycle[0].len()), (1, 10_000));
     }
 }

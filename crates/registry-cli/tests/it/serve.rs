@@ -1,4 +1,4 @@
-//! `lockreg serve`: what its page and its interface for programs show, and what it refuses.
+//! `lockreg serve`: its interface for programs, its limits, and the requests that it refuses.
 
 #[cfg(feature = "server-tests")]
 mod browser;
@@ -72,7 +72,7 @@ impl Serve {
         self.request("GET", path, &[])
     }
 
-    /// Returns the JSON of `path` as soon as it is as expected.
+    /// Waits until the JSON of `path` is as expected, and returns it.
     #[track_caller]
     pub(crate) fn wait_for(&self, path: &str, is_expected: impl Fn(&Value) -> bool) -> Value {
         let mut json = Value::Null;
@@ -90,7 +90,7 @@ impl Serve {
         stream
     }
 
-    /// Opens an event stream, and returns it after the head of the answer.
+    /// Opens an event stream. The first line of its answer has been read.
     pub(crate) fn events(&self) -> BufReader<TcpStream> {
         let mut stream = self.connect();
         stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
@@ -102,7 +102,7 @@ impl Serve {
     }
 }
 
-/// Returns the next event that is as expected.
+/// Returns the next event that is as expected. Skips other events.
 pub(crate) fn next_event(
     events: &mut BufReader<TcpStream>,
     is_expected: impl Fn(&Value) -> bool,
@@ -257,7 +257,7 @@ fn without_the_token_no_lock_is_released() {
 }
 
 #[test]
-fn an_option_that_cannot_be_served_is_a_usage_error() {
+fn an_invalid_option_is_a_usage_error() {
     let store = TestStore::new();
     let short = store.path("short");
     fs::write(&short, "short").unwrap();
@@ -383,7 +383,7 @@ fn metrics_are_counted_by_the_names_of_keys() {
     ] {
         assert!(answer.body.lines().any(|found| found == line), "no {line}:\n{}", answer.body);
     }
-    // Each is documented.
+    // Each metric is documented.
     let page = fs::read_to_string(concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../book/src/operate/monitoring.md"
@@ -406,7 +406,7 @@ fn a_store_that_fails_is_unhealthy_and_its_last_state_stays() {
     let serve = Serve::start(&store, &[]);
     assert_eq!((serve.get("healthz").status, &*serve.get("healthz").body), (200, "ok\n"));
     let mut events = serve.events();
-    // Another file in the place of the database.
+    // The store fails from now on, because its file is not a database.
     let database = store.path("lock-registry/locks.db");
     fs::rename(&database, store.path("moved.db")).unwrap();
     fs::write(&database, "no database").unwrap();
@@ -422,7 +422,7 @@ fn a_store_that_fails_is_unhealthy_and_its_last_state_stays() {
 }
 
 #[test]
-fn clients_that_do_not_read_cost_no_memory_and_disturb_no_other() {
+fn clients_that_do_not_read_cost_little_memory_and_disturb_no_other_client() {
     let store = TestStore::new();
     let mut command = store.lockreg(["hold", "first"]);
     for index in 0..250 {
@@ -439,7 +439,7 @@ fn clients_that_do_not_read_cost_no_memory_and_disturb_no_other() {
     let mut whole = serve.events();
     next_event(&mut whole, |event| event["all"] == true);
     let before = resident_kb();
-    // Each would receive a megabyte.
+    // The first event of each stream has a megabyte.
     let silent: Vec<_> = (0..100).map(|_| serve.events()).collect();
     let unfinished: Vec<_> = (0..100)
         .map(|_| {
@@ -458,11 +458,11 @@ fn clients_that_do_not_read_cost_no_memory_and_disturb_no_other() {
     let grown = resident_kb().saturating_sub(before);
     assert!(grown < 40_000, "{grown} kB more for 100 MB of unread events");
     drop((silent, unfinished));
-    wait_until("end of the streams", || serve.get("healthz").status == 200);
+    wait_until("answer after the end of the streams", || serve.get("healthz").status == 200);
 }
 
 #[test]
-fn requests_that_are_no_http_end_only_their_connection() {
+fn invalid_requests_affect_only_their_connection() {
     let store = TestStore::new();
     let serve = Serve::start(&store, &[]);
     for request in [
@@ -477,7 +477,7 @@ fn requests_that_are_no_http_end_only_their_connection() {
         stream.write_all(request).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         let mut answer = Vec::new();
-        // An error, such as a reset connection, is an end too.
+        // The server may also reset the connection.
         _ = stream.read_to_end(&mut answer);
         let text = String::from_utf8_lossy(&answer);
         assert!(!text.starts_with("HTTP/1.1 2"), "{text}");
@@ -486,7 +486,7 @@ fn requests_that_are_no_http_end_only_their_connection() {
 }
 
 #[test]
-fn a_signal_ends_it_with_status_zero() {
+fn a_signal_ends_serve_with_status_zero() {
     let store = TestStore::new();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         let mut serve = Serve::start(&store, &[]);

@@ -284,8 +284,8 @@ pub(crate) fn contents(path: &Path) -> String {
     text
 }
 
-/// Returns where a test writes this picture for the book: in the folder that the environment
-/// variable `SCREENSHOTS` names, by default in a folder of the build.
+/// Returns the path to which a test writes the picture `name` of the book. The folder is the value
+/// of the environment variable `SCREENSHOTS`, by default a folder in the build folder.
 pub(crate) fn screenshot_path(name: &str) -> PathBuf {
     let folder = std::env::var_os("SCREENSHOTS")
         .map_or_else(|| Path::new(env!("CARGO_TARGET_TMPDIR")).join("screenshots"), PathBuf::from);

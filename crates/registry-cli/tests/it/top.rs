@@ -134,7 +134,7 @@ fn holders_and_waiters_are_shown_and_disappear() {
 }
 
 #[test]
-fn the_picture_of_the_book_is_made() {
+fn the_picture_of_the_book_is_created() {
     let store = TestStore::new();
     let mut processes = Vec::new();
     for (label, key) in [

@@ -1,4 +1,4 @@
-//! The page of `lockreg serve` in a real browser: Chromium without a window.
+//! The page of `lockreg serve` in headless Chromium.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use super::{Serve, TOKEN};
 use crate::support::{TEST_TIMEOUT, TestProcess, TestStore, screenshot_path};
 
-/// A browser with an open page, controlled by W3C WebDriver commands to chromedriver. Its processes
-/// end with the test.
+/// A browser with an open page, controlled by W3C WebDriver commands to chromedriver. Dropping it
+/// ends its processes.
 struct Browser {
     driver: Child,
     agent: ureq::Agent,
-    /// The address of the session.
+    /// The URL of the WebDriver session.
     session: String,
 }
 
@@ -28,7 +28,7 @@ impl Browser {
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
-            .expect("chromedriver of Debian's package chromium-driver");
+            .expect("chromedriver is installed, Debian package chromium-driver");
         let lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
         let port = lines
             .filter_map(|line| {
@@ -103,7 +103,7 @@ impl Browser {
         self.wait_until(&format!("document.body.innerText.includes({})", json!(text)));
     }
 
-    /// Returns the path of the element in commands.
+    /// Returns the path that WebDriver commands use for the element.
     #[track_caller]
     fn find(&self, css: &str) -> String {
         let found = self.command("/element", &json!({ "using": "css selector", "value": css }));
@@ -141,7 +141,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Ends the browser.
+        // The end of the session ends the browser; killing chromedriver would not.
         _ = self.agent.delete(&self.session).call();
         _ = self.driver.kill();
         _ = self.driver.wait();
@@ -223,7 +223,7 @@ fn processes_that_wait_for_each_other_are_marked() {
     ];
     browser.wait_for_text("2 waiting");
     assert_eq!(browser.run("return document.getElementById('alarm').hidden"), json!(true));
-    let _circle = store.start(["hold", "--label", "billing-2:23", "accounts/7"]);
+    let _cycle = store.start(["hold", "--label", "billing-2:23", "accounts/7"]);
     browser.wait_for_text(
         "Possible deadlock: billing-1:17 waits for accounts/9, held by billing-2:23; \
          billing-2:23 waits for accounts/7, held by billing-1:17",
@@ -342,7 +342,7 @@ fn a_lock_is_released_with_the_token_only() {
 }
 
 #[test]
-fn the_page_connects_again_after_the_server_was_away() {
+fn the_page_reconnects_after_a_restart_of_the_server() {
     let store = TestStore::new();
     let mut serve = Serve::start(&store, &[]);
     let browser = Browser::open(&serve.url);
