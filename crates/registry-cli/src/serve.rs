@@ -62,7 +62,8 @@ impl ServeCommand {
         let listener = TcpListener::bind(self.address)
             .await
             .map_err(|source| CliError::Listen { address: self.address, source })?;
-        let address = listener.local_addr().map_err(CliError::os("cannot read the bound address"))?;
+        let address =
+            listener.local_addr().map_err(CliError::os("cannot read the bound address"))?;
         let registry = Arc::new(tokio::select! {
             registry = self.store.open(output) => registry?,
             _ = signals.next_termination() => return Ok(0),

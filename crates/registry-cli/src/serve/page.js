@@ -63,23 +63,26 @@ function fill(parent, children) {
 function* shownRows(filter) {
   const contains = (text) => text !== null && text.toLowerCase().includes(filter);
   for (const lock of locks.values()) {
-    const keyMatches = contains(lock.key);
-    const waiters = lock.waiters ? lock.waiters.length : 0;
+    const waiters = lock.waiters || [];
+    const isShown = contains(lock.key) || waiters.some((waiter) => contains(waiter.label));
     for (const holder of lock.holders || [null]) {
-      if (keyMatches || (holder && contains(holder.label))) yield { key: lock.key, holder, waiters };
+      if (isShown || (holder && contains(holder.label))) yield { key: lock.key, holder, waiters: waiters.length };
     }
   }
 }
 
 const compareText = (a, b) => a < b ? -1 : a > b ? 1 : 0;
 const compareKeys = (a, b) => compareText(a.key, b.key);
+const timeOf = (row, name) => (row.holder && row.holder[name]) || Infinity;
 const ORDERS = {
   key: compareKeys,
   label: (a, b) => compareText((a.holder && a.holder.label) || "", (b.holder && b.holder.label) || ""),
-  since: (a, b) => ((a.holder && a.holder.since) || Infinity) - ((b.holder && b.holder.since) || Infinity) || 0,
-  ends: (a, b) => ((a.holder && a.holder.ends) || Infinity) - ((b.holder && b.holder.ends) || Infinity) || 0,
-  waiters: (a, b) => b.waiters - a.waiters,
+  since: (a, b) => timeOf(b, "since") - timeOf(a, "since") || 0,
+  ends: (a, b) => timeOf(a, "ends") - timeOf(b, "ends") || 0,
+  waiters: (a, b) => a.waiters - b.waiters,
 };
+// The first click on these columns shows the largest values first.
+const LARGEST_FIRST = ["since", "waiters"];
 
 const tableBody = document.querySelector("#locks tbody");
 
@@ -363,7 +366,7 @@ document.querySelector("#more button").addEventListener("click", () => { limit +
 for (const button of document.querySelectorAll("#locks th button")) {
   button.addEventListener("click", () => {
     const by = button.dataset.sort;
-    sort = { by, descending: sort.by === by && !sort.descending };
+    sort = { by, descending: sort.by === by ? !sort.descending : LARGEST_FIRST.includes(by) };
     drawTable();
   });
 }
