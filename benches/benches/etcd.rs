@@ -8,7 +8,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lock_registry_benches::{compare_in_task, hand_over_time, median};
+use lock_registry_benches::{
+    compare_in_task, hand_over_time, median_of, record_server, row, write_results,
+};
 use prost::Message;
 use registry_core::{LockOptions, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
@@ -28,6 +30,8 @@ fn main() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         let server = EtcdServer::start().await.unwrap();
+        let status = server.ctl(&["endpoint", "status"]).await.unwrap();
+        record_server("etcd", status.split(", ").nth(2).unwrap_or_default());
         let channel = Endpoint::from_shared(server.url()).unwrap().connect().await.unwrap();
         let granted: LeaseGrantResponse =
             call(&channel, "/etcdserverpb.Lease/LeaseGrant", LeaseGrantRequest { ttl: 3_600 })
@@ -50,16 +54,16 @@ fn main() {
             writes.push(started.elapsed());
             reference.dequeue(created).await;
         }
-        let (hand_over, write) = (median(hand_overs), median(writes));
-        let times = hand_over.as_secs_f64() / write.as_secs_f64();
-        println!("hand-over on etcd: {hand_over:?}, a write {write:?}: {times:.2} writes");
+        let row = row("hand-over", "etcd: from a release to the grant of another client");
+        let hand_over = row.measured(median_of(hand_overs), "ns");
+        hand_over.against("a write after the same idle time", median_of(writes)).record();
         _ = registry.close(Duration::from_secs(1)).await;
         _ = other.close(Duration::from_secs(1)).await;
     });
+    write_results("etcd");
 }
 
 async fn pairs(registry: &Registry, reference: &EtcdReference) {
-    const LABEL: &str = "lock and unlock";
     let lock = registry.obtain("orders/42");
     let lock_and_unlock = move |pairs| {
         let lock = lock.clone();
@@ -81,10 +85,11 @@ async fn pairs(registry: &Registry, reference: &EtcdReference) {
             }
         }
     };
+    let uncontended = row("pairs", "etcd: uncontended lock and unlock");
     compare_in_task(
-        "uncontended pairs on etcd",
+        uncontended.clone(),
+        "the two bare transactions",
         two_transactions.clone(),
-        LABEL,
         lock_and_unlock.clone(),
     )
     .await;
@@ -97,9 +102,10 @@ async fn pairs(registry: &Registry, reference: &EtcdReference) {
             }
         }
     };
-    const GROUP: &str = "uncontended pairs on etcd, next to its own locks";
-    compare_in_task(GROUP, lock_with_service.clone(), LABEL, lock_and_unlock).await;
-    compare_in_task(GROUP, lock_with_service, "the two bare transactions", two_transactions).await;
+    const AGAINST: &str = "the servers' own locks (`v3lock`)";
+    compare_in_task(uncontended, AGAINST, lock_with_service.clone(), lock_and_unlock).await;
+    let bare = row("pairs", "etcd: the two bare transactions");
+    compare_in_task(bare, AGAINST, lock_with_service, two_transactions).await;
 }
 
 /// Locks with one long lease, created once.

@@ -43,7 +43,7 @@ fn uncontended(criterion: &mut Criterion) {
     let registry = runtime.block_on(async { Registry::in_memory().unwrap() });
     let lock = registry.obtain("orders/42");
     let mutex = tokio::sync::Mutex::new(());
-    let mut group = criterion.benchmark_group("uncontended pair in process");
+    let mut group = criterion.benchmark_group("uncontended pair");
     group.bench_function("reference", |bench| {
         bench.to_async(&runtime).iter(|| async { drop(black_box(mutex.lock().await)) });
     });
@@ -88,7 +88,7 @@ fn contended(criterion: &mut Criterion) {
         start.elapsed()
     }
 
-    let mut group = criterion.benchmark_group("64 tasks on one key in process");
+    let mut group = criterion.benchmark_group("64 tasks on one key, for each pair");
     group.throughput(Throughput::Elements(1));
     group.bench_function("reference", |bench| {
         bench.to_async(&runtime).iter_custom(|sections| {
@@ -118,11 +118,15 @@ fn contended(criterion: &mut Criterion) {
 }
 
 fn main() {
-    let groups =
-        ["obtain of a live key", "uncontended pair in process", "64 tasks on one key in process"];
+    let groups = [
+        ("obtain of a live key", "a DashMap lookup with an `Arc` clone"),
+        ("uncontended pair", "lock and unlock of a `tokio::sync::Mutex`"),
+        ("64 tasks on one key, for each pair", "the same tasks with a `tokio::sync::Mutex`"),
+    ];
     lock_registry_benches::run(&groups, |criterion| {
         obtain(criterion);
         uncontended(criterion);
         contended(criterion);
     });
+    lock_registry_benches::write_results("local");
 }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lock_registry_benches::{hand_over_time, median};
+use lock_registry_benches::{
+    compare, hand_over_time, median_of, record_server, row, write_results,
+};
 use redis::Script;
 use redis::aio::MultiplexedConnection;
 use registry_core::election::Term;
@@ -57,9 +59,12 @@ fn main() {
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let lock = registry.obtain("orders/42");
         let lock_and_unlock = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
-        let group = "uncontended pair on Redis";
+        let info = server.send_command_args(&["INFO", "server"]).await.unwrap();
+        record_server("Redis", &info.text().unwrap_or_default());
         let reference = || async { pair("orders/42").await };
-        lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
+        let against = "the same two scripts on one connection of the same kind";
+        let uncontended = row("pairs", "Redis: uncontended lock and unlock");
+        compare(uncontended, against, reference, lock_and_unlock).await;
 
         // As many concurrent locks as a busy service has.
         let keys: Vec<String> = (0..64).map(|key| format!("orders/{key}")).collect();
@@ -70,8 +75,9 @@ fn main() {
                 locks.iter().map(async |lock| lock.lock().await.unwrap().unlock().await.unwrap());
             join_all(pairs).await;
         };
-        let group = "64 uncontended pairs at once on Redis";
-        lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
+        let against = "the same scripts, all at once on that connection";
+        let at_once = row("pairs", "Redis: 64 uncontended pairs at once");
+        compare(at_once, against, reference, lock_and_unlock).await;
 
         // One read of the store, in units of the simplest command.
         let job = registry.once("report").tick(1);
@@ -85,8 +91,8 @@ fn main() {
             let outcome = job.run(async |_| ()).await.unwrap();
             assert!(matches!(outcome, Outcome::AlreadyDone { .. }));
         };
-        let group = "a tick that is done on Redis";
-        lock_registry_benches::compare(group, reference, "once", is_done).await;
+        let row = row("jobs", "`once` of a tick that is done");
+        compare(row, "a `GET`", reference, is_done).await;
 
         let backend =
             RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
@@ -95,6 +101,7 @@ fn main() {
         _ = registry.close(Duration::from_secs(1)).await;
         _ = other.close(Duration::from_secs(1)).await;
     });
+    write_results("redis");
 }
 
 /// From the call of a step-down to the first step of the next leader, in units of the hand-over of
@@ -129,11 +136,9 @@ async fn step_downs(registries: [&Registry; 2]) {
         step_downs.push(begun - started);
         leader = next;
     }
-    let (hand_over, step_down) = (median(hand_overs), median(step_downs));
-    let times = step_down.as_secs_f64() / hand_over.as_secs_f64();
-    println!(
-        "\nstep-down on Redis: {step_down:?}, a hand-over {hand_over:?}: {times:.2} hand-overs"
-    );
+    let row = row("jobs", "election: from a step-down to the first step of the next leader");
+    let step_down = row.measured(median_of(step_downs), "ns");
+    step_down.against("the hand-over of a fair lock", median_of(hand_overs)).record();
 }
 
 /// Opens a connection of the same kind as the store's.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use lock_registry_benches::compare;
+use lock_registry_benches::{compare, record_server, row, write_results};
 use registry_core::{DistributedLock, LockBackend, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
 use registry_testkit::mariadb::MariaDbServer;
@@ -31,10 +31,12 @@ fn main() {
         postgres().await;
         mariadb().await;
     });
+    write_results("sql");
 }
 
 async fn postgres() {
     let server = PostgresServer::start().await.unwrap();
+    record_server("PostgreSQL", &server.sql("SHOW server_version").await.unwrap());
     let config = PostgresConfig::from_url(&server.url()).unwrap();
     let config = config.with_connections(TASKS.into());
     let engine = EngineLocks::new(PostgresBackend::open(config).await.unwrap());
@@ -45,23 +47,23 @@ async fn postgres() {
     let pairs = &pairs;
 
     let reference = || async { pairs[0].lock_and_unlock(FlushMode::Grants).await };
-    compare("uncontended pair on PostgreSQL", reference, LABEL, || async {
-        engine.lock_and_unlock().await
-    })
-    .await;
+    let uncontended = row("pairs", "PostgreSQL: uncontended lock and unlock");
+    compare(uncontended.clone(), AGAINST, reference, || async { engine.lock_and_unlock().await })
+        .await;
     let flushed = || async { pairs[0].lock_and_unlock(FlushMode::All).await };
-    let group = "uncontended pair on PostgreSQL, both of the reference's statements flushed";
-    compare(group, flushed, LABEL, || async { engine.lock_and_unlock().await }).await;
+    let against = "the same, both statements flushed";
+    compare(uncontended, against, flushed, || async { engine.lock_and_unlock().await }).await;
     let reference = || async {
         run_concurrently(pairs.iter().map(|pair| pair.lock_and_unlock(FlushMode::Grants))).await
     };
-    let group = "16 uncontended pairs at once on PostgreSQL";
-    compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
+    let row = row("pairs", "PostgreSQL: 16 uncontended pairs at once, 16 connections");
+    compare(row, AT_ONCE, reference, || async { engine.lock_and_unlock_all().await }).await;
     _ = engine.registry.close(Duration::from_secs(1)).await;
 }
 
 async fn mariadb() {
     let server = MariaDbServer::start().await.unwrap();
+    record_server("MariaDB", &server.sql("SELECT VERSION()").await.unwrap());
     let config = MySqlConfig::from_url(&server.url()).unwrap();
     let config = config.with_connections(TASKS.into());
     let engine = EngineLocks::new(MySqlBackend::open(config).await.unwrap());
@@ -72,14 +74,12 @@ async fn mariadb() {
     let pairs = &pairs;
 
     let reference = || async { pairs[0].lock_and_unlock().await };
-    compare("uncontended pair on MariaDB", reference, LABEL, || async {
-        engine.lock_and_unlock().await
-    })
-    .await;
+    let uncontended = row("pairs", "MariaDB: uncontended lock and unlock");
+    compare(uncontended, AGAINST, reference, || async { engine.lock_and_unlock().await }).await;
     let reference =
         || async { run_concurrently(pairs.iter().map(MariaDbPair::lock_and_unlock)).await };
-    let group = "16 uncontended pairs at once on MariaDB";
-    compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
+    let row = row("pairs", "MariaDB: 16 uncontended pairs at once, 16 connections");
+    compare(row, AT_ONCE, reference, || async { engine.lock_and_unlock_all().await }).await;
     _ = engine.registry.close(Duration::from_secs(1)).await;
 }
 
@@ -88,7 +88,8 @@ async fn run_concurrently(pairs: impl Iterator<Item = impl Future<Output = ()>>)
     pairs.collect::<FuturesUnordered<_>>().count().await;
 }
 
-const LABEL: &str = "lock and unlock";
+const AGAINST: &str = "two bare prepared statements with the same durability";
+const AT_ONCE: &str = "those statements on 16 connections";
 
 /// The engine over a store.
 struct EngineLocks {

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry_benches::compare;
+use lock_registry_benches::{Row, compare, record_server, row, write_results};
 use registry_core::{DistributedLock, LockBackend, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::mariadb::MariaDbServer;
@@ -27,12 +27,12 @@ fn main() {
         postgres().await;
         mariadb().await;
     });
+    write_results("sql_modes");
 }
-
-const LABEL: &str = "lock and unlock";
 
 async fn postgres() {
     let server = PostgresServer::start().await.unwrap();
+    record_server("PostgreSQL", &server.sql("SHOW server_version").await.unwrap());
     let config = PostgresConfig::from_url(&server.url()).unwrap();
     let session = EngineLock::new(
         PostgresBackend::open_mode(config.clone(), SqlMode::Session).await.unwrap(),
@@ -49,22 +49,25 @@ async fn postgres() {
         let held = advisory.acquire(&mut *connection).await.unwrap();
         held.release_now().await.unwrap();
     };
-    let group = "uncontended pair of a session on PostgreSQL, against sqlx's PgAdvisoryLock";
-    compare(group, reference, LABEL, || async { session.lock_and_unlock().await }).await;
+    let against = "sqlx's `PgAdvisoryLock`";
+    compare(mode_row("PostgreSQL, session"), against, reference, || async {
+        session.lock_and_unlock().await
+    })
+    .await;
     prepare(&reference_connection).await;
-    let group = "uncontended pair of a session on PostgreSQL, against one that writes a token";
+    let against = "an advisory lock and a token written";
     compare(
-        group,
+        mode_row("PostgreSQL, session"),
+        against,
         || async { write_token(&reference_connection).await },
-        LABEL,
         || async { session.lock_and_unlock().await },
     )
     .await;
-    let group = "uncontended pair of a session on PostgreSQL, against one that reads the row";
+    let against = "an advisory lock and the check of the row, on one bare connection";
     compare(
-        group,
+        mode_row("PostgreSQL, session"),
+        against,
         || async { verify_row(&reference_connection).await },
-        LABEL,
         || async { session.lock_and_unlock().await },
     )
     .await;
@@ -73,10 +76,18 @@ async fn postgres() {
         connection.execute("BEGIN; SELECT FROM lock_row WHERE id = 1 FOR UPDATE").await.unwrap();
         connection.execute("COMMIT").await.unwrap();
     };
-    let group = "uncontended pair of a row on PostgreSQL, against BEGIN, SELECT FOR UPDATE, COMMIT";
-    compare(group, reference, LABEL, || async { row.lock_and_unlock().await }).await;
+    let against = "`BEGIN`, `SELECT FOR UPDATE`, `COMMIT`";
+    compare(mode_row("PostgreSQL, row"), against, reference, || async {
+        row.lock_and_unlock().await
+    })
+    .await;
     _ = session.registry.close(Duration::from_secs(1)).await;
     _ = row.registry.close(Duration::from_secs(1)).await;
+}
+
+/// Locks that end with a connection have two modes: `session` and `row`.
+fn mode_row(mode: &str) -> Row {
+    row("modes", format!("{mode}: uncontended lock and unlock"))
 }
 
 async fn prepare(reference_connection: &Mutex<PgConnection>) {
@@ -125,6 +136,7 @@ async fn verify_row(reference_connection: &Mutex<PgConnection>) {
 
 async fn mariadb() {
     let server = MariaDbServer::start().await.unwrap();
+    record_server("MariaDB", &server.sql("SELECT VERSION()").await.unwrap());
     let config = MySqlConfig::from_url(&server.url()).unwrap();
     let session =
         EngineLock::new(MySqlBackend::open_mode(config.clone(), SqlMode::Session).await.unwrap());
@@ -139,17 +151,20 @@ async fn mariadb() {
         assert_eq!(call_lock_function(&mut connection, "SELECT GET_LOCK(?, 0)").await, 1);
         assert_eq!(call_lock_function(&mut connection, "SELECT RELEASE_LOCK(?)").await, 1);
     };
-    let group = "uncontended pair of a session on MariaDB, against GET_LOCK and RELEASE_LOCK";
-    compare(group, reference, LABEL, || async { session.lock_and_unlock().await }).await;
+    let against = "`GET_LOCK` and `RELEASE_LOCK`";
+    compare(mode_row("MariaDB, session"), against, reference, || async {
+        session.lock_and_unlock().await
+    })
+    .await;
     let insert_row = "\
         INSERT INTO lock_registry_locks (id, namespace, lock_key, claim, token, block, label, since, until) \
         VALUES (REPEAT(x'07', 32), 'bare', 'bare', REPEAT(x'07', 16), 1, 1, NULL, 0, 9000000000000000)";
     reference_connection.lock().await.execute(insert_row).await.unwrap();
-    let group = "uncontended pair of a session on MariaDB, against one that reads the row";
+    let against = "a named lock and the check of the row, on one bare connection";
     compare(
-        group,
+        mode_row("MariaDB, session"),
+        against,
         || async { verify_row_of_named_lock(&reference_connection).await },
-        LABEL,
         || async {
             session.lock_and_unlock().await;
         },
@@ -164,8 +179,9 @@ async fn mariadb() {
         connection.execute("SELECT id FROM lock_row WHERE id = 1 FOR UPDATE").await.unwrap();
         connection.execute(sqlx::raw_sql("COMMIT")).await.unwrap();
     };
-    let group = "uncontended pair of a row on MariaDB, against START TRANSACTION, SELECT FOR UPDATE, COMMIT";
-    compare(group, reference, LABEL, || async { row.lock_and_unlock().await }).await;
+    let against = "`START TRANSACTION`, `SELECT FOR UPDATE`, `COMMIT`";
+    compare(mode_row("MariaDB, row"), against, reference, || async { row.lock_and_unlock().await })
+        .await;
     _ = session.registry.close(Duration::from_secs(1)).await;
     _ = row.registry.close(Duration::from_secs(1)).await;
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
+use lock_registry_benches::{compare, row, write_results};
 use registry_core::Registry;
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use sqlx::ConnectOptions;
@@ -87,13 +88,10 @@ fn main() {
             assert_eq!(freed.rows_affected(), 1);
         };
         let lock_and_unlock = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
-        lock_registry_benches::compare(
-            "uncontended pair on SQLite",
-            reference,
-            "lock and unlock",
-            lock_and_unlock,
-        )
-        .await;
+        let row = row("pairs", "SQLite: uncontended lock and unlock");
+        let against = "the same two statements on one bare connection, same settings";
+        compare(row, against, reference, lock_and_unlock).await;
         _ = registry.close(Duration::from_secs(1)).await;
     });
+    write_results("sqlite");
 }

@@ -1,10 +1,11 @@
-//! Runs benchmark groups and prints each result as a ratio to the reference of its group.
+//! Measures next to a reference, prints each result as a ratio to it, and records it.
 //!
-//! Absolute times depend more on the machine than on the program. In each group the benchmark named
-//! `reference` does the minimum that the job needs. The other benchmarks are reported as ratios to
-//! it, from the same run.
+//! Absolute times depend more on the machine than on the program. A reference does the minimum that
+//! the job needs, in the same run.
 
 mod modes;
+mod pairs;
+mod results;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,21 +17,26 @@ use nix::unistd::Pid;
 use registry_core::{DistributedLock, LockOptions};
 
 pub use modes::compare_modes;
+pub use pairs::measure_pairs;
+pub use results::{Figure, Row, is_full_run, record_server, row, write_results, write_results_of};
 
-/// Runs `benches` with the command line's options, and prints the ratios of what was measured.
-pub fn run(groups: &[&str], benches: impl FnOnce(&mut Criterion)) {
-    let mut criterion = Criterion::default().configure_from_args();
+/// Runs `benches` with the command line's options, and records what was measured in each of
+/// `groups`, which are given with the names of their references.
+pub fn run(groups: &[(&str, &str)], benches: impl FnOnce(&mut Criterion)) {
+    let mut criterion = Criterion::default()
+        .warm_up_time(Duration::from_secs(1))
+        .measurement_time(Duration::from_secs(4))
+        .configure_from_args();
     benches(&mut criterion);
     criterion.final_summary();
-    for group in groups {
-        print_ratios(group);
+    for (group, reference) in groups {
+        record_group(group, reference);
     }
 }
 
-fn print_ratios(group: &str) {
-    let folder = results_folder().join(group);
-    let Some(reference) = median_ns(&folder.join("reference")) else { return };
-    println!("\n{group}: reference {reference:.0} ns");
+fn record_group(group: &str, reference: &str) {
+    let folder = criterion_folder().join(group);
+    let Some(reference_median) = median_ns(&folder.join("reference")) else { return };
     let Ok(entries) = fs::read_dir(&folder) else { return };
     let mut names: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     names.sort();
@@ -40,7 +46,8 @@ fn print_ratios(group: &str) {
             && name != "report"
             && let Some(median) = median_ns(&bench)
         {
-            print_ratio(group, name, median, reference);
+            let row = row("in process", format!("{group}: {name}"));
+            row.measured(median, "ns").against(reference, reference_median).record();
         }
     }
 }
@@ -66,10 +73,10 @@ pub async fn hand_over_time(
     ended - started
 }
 
-/// Returns the middle one of these times.
-pub fn median(mut times: Vec<Duration>) -> Duration {
+/// Returns the median of these times in nanoseconds.
+pub fn median_of(mut times: Vec<Duration>) -> f64 {
     times.sort_unstable();
-    times[times.len() / 2]
+    times[times.len() / 2].as_nanos() as f64
 }
 
 /// Pins this thread, and all threads that it starts, to one processor.
@@ -101,23 +108,21 @@ struct Rounds {
 
 impl Rounds {
     fn of_command_line() -> Self {
-        if std::env::args().any(|argument| argument == "--bench") {
-            Self { min: 100, max: 20_000, time_limit: Duration::from_secs(15) }
+        if is_full_run() {
+            Self { min: 30, max: 20_000, time_limit: Duration::from_secs(6) }
         } else {
-            // `cargo test` only verifies that the benchmark works, not how fast it is.
             Self { min: 1, max: 20, time_limit: Duration::from_millis(250) }
         }
     }
 }
 
-/// Times `reference` and `measured` alternately, so that both run under the same conditions, and
-/// prints the ratio of their medians.
-pub async fn compare<R, O>(
-    group: &str,
+/// Times `reference` and `measured` alternately, so that both run under the same conditions.
+/// Returns the sorted times in nanoseconds.
+async fn time_alternately<R, O>(
     reference: impl Fn() -> R,
-    name: &str,
     measured: impl Fn() -> O,
-) where
+) -> [Vec<f64>; 2]
+where
     R: Future<Output = ()>,
     O: Future<Output = ()>,
 {
@@ -132,46 +137,61 @@ pub async fn compare<R, O>(
         reference().await;
         let reference_end = Instant::now();
         measured().await;
-        times[0].push(reference_end - start);
-        times[1].push(reference_end.elapsed());
+        times[0].push((reference_end - start).as_nanos() as f64);
+        times[1].push(reference_end.elapsed().as_nanos() as f64);
     }
-    let [reference, measured] = times.map(|mut times| {
-        times.sort();
-        times[times.len() / 2].as_secs_f64() * 1e9
-    });
-    println!("\n{group}: reference {reference:.0} ns");
-    print_ratio(group, name, measured, reference);
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times
+    })
 }
 
-/// Runs [`compare`] in a task, as servers do their work. A future outside of a task is woken in
+/// Times `reference` and `measured` alternately, and records the medians and the p99.
+pub async fn compare<R, O>(
+    row: Row,
+    reference_name: &str,
+    reference: impl Fn() -> R,
+    measured: impl Fn() -> O,
+) where
+    R: Future<Output = ()>,
+    O: Future<Output = ()>,
+{
+    let [reference, measured] = time_alternately(reference, measured).await;
+    let figure = row.measured(quantile(&measured, 0.5), "ns").p99(quantile(&measured, 0.99));
+    figure.against(reference_name, quantile(&reference, 0.5)).record();
+}
+
+/// Like [`compare`], in a task, as servers do their work. A future outside of a task is woken in
 /// another thread each time.
 ///
 /// Each round runs twenty pairs in a row, so that the background work of one side falls into its
-/// own round and not into the other's.
+/// own round and not into the other's. The figures are those of one pair.
 pub async fn compare_in_task<R, O>(
-    group: &'static str,
+    row: Row,
+    reference_name: &'static str,
     reference: impl Fn(usize) -> R + Send + 'static,
-    name: &'static str,
     measured: impl Fn(usize) -> O + Send + 'static,
 ) where
     R: Future<Output = ()> + Send + 'static,
     O: Future<Output = ()> + Send + 'static,
 {
     let task = tokio::spawn(async move {
-        compare(group, move || reference(PAIRS), name, move || measured(PAIRS)).await;
+        time_alternately(move || reference(PAIRS), move || measured(PAIRS)).await
     });
-    task.await.expect("a bench failed");
+    let times = task.await.expect("a bench failed");
+    let [reference, measured] = times.map(|times| quantile(&times, 0.5) / PAIRS as f64);
+    row.measured(measured, "ns").against(reference_name, reference).record();
 }
 
 /// The number of pairs in one round of a task.
 const PAIRS: usize = 20;
 
-fn print_ratio(group: &str, name: &str, median: f64, reference: f64) {
-    let (ratio, speed) = (median / reference, reference / median);
-    println!("{group}/{name}: {median:.0} ns, {ratio:.2} x its time, {speed:.2} x its speed");
+/// Returns the `q` quantile of sorted values.
+fn quantile(sorted: &[f64], q: f64) -> f64 {
+    sorted[((sorted.len() - 1) as f64 * q).round() as usize]
 }
 
-fn results_folder() -> PathBuf {
+fn criterion_folder() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
     target.join("criterion")

@@ -1,7 +1,6 @@
 //! Measures locks of several holders, and of several keys, next to exclusive locks in the same
 //! store.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -9,55 +8,53 @@ use registry_core::{
     Attempt, Claim, ClaimMode, Key, LockBackend, LockGuard, LockRegistryExt as _, Registry,
 };
 
-use crate::compare;
+use crate::{compare, row};
 
 /// The number of readers of one key.
 const READERS: usize = 64;
+const READERS_ROW: &str = "64 readers of one process, against 64 shared claims of one key";
 /// The keys of one lock.
 const KEYS: [&str; 5] = ["accounts/1", "accounts/2", "accounts/3", "accounts/4", "accounts/5"];
 
 const LEASE: Duration = Duration::from_secs(30);
 const TOKENS: u32 = 65;
 
-/// Compares the modes of a store with its exclusive lock, and prints the ratios. Leaves out the
+/// Compares the modes of a store with its exclusive lock, and records the ratios. Leaves out the
 /// modes that the store does not have.
 ///
 /// Must be called in a task of a multi-thread runtime: a future outside of a task is woken in
 /// another thread each time.
-pub async fn compare_modes<B: LockBackend + 'static>(store: &str, backend: B) {
-    let backend = Arc::new(backend);
-    let registry = Registry::builder(Arc::clone(&backend) as Arc<dyn LockBackend>).build().unwrap();
+pub async fn compare_modes(store: &str, registry: &Registry, backend: &dyn LockBackend) {
     let exclusive = registry.obtain("exclusive");
     let exclusive_pair = || async { unlock(exclusive.lock().await.unwrap()).await };
+    let row = |name: &str| row("modes", name).column(store);
+    let against = "an exclusive pair";
 
     if registry.capabilities().supports(ClaimMode::Shared) {
         let shared = registry.obtain("shared");
-        let group = format!("uncontended shared pair on {store}, against an exclusive pair");
         let shared_pair = || async { unlock(shared.read().await.unwrap()).await };
-        compare(&group, exclusive_pair, "read and unlock", shared_pair).await;
+        compare(row("shared lock and unlock"), against, exclusive_pair, shared_pair).await;
 
         let claims = || shared_claims("claims");
-        let grants = || async { acquire_and_release(&*backend, &claims()).await };
+        let grants = || async { acquire_and_release(backend, &claims()).await };
         let readers = registry.obtain("readers");
         let local_readers = || async {
             let guards = join_all((0..READERS).map(|_| readers.read())).await;
             join_all(guards.into_iter().map(|guard| unlock(guard.unwrap()))).await;
         };
-        let group = format!("64 readers of a key on {store}, against 64 shared claims of a key");
-        compare(&group, grants, "readers of one process", local_readers).await;
+        let (row, against) = (row(READERS_ROW), "64 shared claims of a key");
+        compare(row, against, grants, local_readers).await;
     }
     let permit = ClaimMode::Permits { take: 1, of: 8 };
     if registry.capabilities().supports(permit) {
         let semaphore = registry.semaphore("permits", 8);
-        let group = format!("uncontended permit on {store}, against an exclusive pair");
         let permit_pair = || async { unlock(semaphore.acquire().await.unwrap()).await };
-        compare(&group, exclusive_pair, "acquire and unlock", permit_pair).await;
+        let row = row("permit of a semaphore, and unlock");
+        compare(row, against, exclusive_pair, permit_pair).await;
     }
     let several = registry.obtain_all(KEYS);
-    let group = format!("uncontended lock of 5 keys on {store}, against an exclusive pair");
     let lock_all = || async { several.lock().await.unwrap().unlock().await.unwrap() };
-    compare(&group, exclusive_pair, "lock and unlock", lock_all).await;
-    _ = registry.close(Duration::from_secs(5)).await;
+    compare(row("lock and unlock of 5 keys"), against, exclusive_pair, lock_all).await;
 }
 
 async fn unlock(guard: LockGuard) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use lock_registry_benches::{is_full_run, row};
 use registry_core::{DistributedLock, Registry};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
@@ -48,7 +49,7 @@ const SCENARIOS: [ContentionScenario; 5] = [
         handoffs: 32,
     },
     ContentionScenario {
-        title: "8 processes that request it again at once",
+        title: "8 processes that request the lock again at once",
         processes: 8,
         tasks: 1,
         reacquire_delay: ReacquireDelay::None,
@@ -62,7 +63,7 @@ const SCENARIOS: [ContentionScenario; 5] = [
         handoffs: 32,
     },
     ContentionScenario {
-        title: "200 waiters in 4 processes, no hand-over within one",
+        title: "200 waiters in 4 processes, `handoff` 0",
         processes: 4,
         tasks: 50,
         reacquire_delay: ReacquireDelay::None,
@@ -83,25 +84,21 @@ struct RoundResult {
     tenures: Vec<Tenure>,
     time: Duration,
     requests: u64,
-    /// Over all requests, in milliseconds.
+    /// Over all requests, in nanoseconds.
     longest_wait: f64,
 }
 
-pub async fn bench(server: &LockServer, is_full_run: bool) {
-    let (rounds, time) = if is_full_run { (5, 4_000) } else { (1, 100) };
+pub async fn bench(server: &LockServer) {
+    let (rounds, time) = if is_full_run() { (5, 2_000) } else { (1, 100) };
     let time = Duration::from_millis(time);
     // Tests the check itself: it must detect a client without mutual exclusion.
     let unsynchronized =
         run_round(server, "unsynchronized", &SCENARIOS[0], Duration::from_millis(100)).await;
     assert!(unsynchronized.overlaps() > 0, "the check did not detect overlapping tenures");
     for scenario in &SCENARIOS {
-        let polls = matches!(server, LockServer::Postgres(_))
-            && scenario.reacquire_delay == ReacquireDelay::Short;
-        let clients =
-            if polls { &["reference", "engine", "polling"][..] } else { &["reference", "engine"] };
-        let mut results = [Vec::new(), Vec::new(), Vec::new()];
+        let mut results = [Vec::new(), Vec::new()];
         for _ in 0..rounds {
-            for (client, results) in clients.iter().zip(&mut results) {
+            for (client, results) in ["reference", "engine"].into_iter().zip(&mut results) {
                 let round = run_round(server, client, scenario, time).await;
                 assert_eq!(
                     round.overlaps(),
@@ -111,12 +108,7 @@ pub async fn bench(server: &LockServer, is_full_run: bool) {
                 results.push(round);
             }
         }
-        println!("\n{}: {}, holder works 2 ms", server.name(), scenario.title);
-        let reference = print(server, "reference", &results[0], None);
-        print(server, "engine", &results[1], Some(reference));
-        if polls {
-            print(server, "polls every 100 ms", &results[2], Some(reference));
-        }
+        record(server, scenario, &results);
     }
 }
 
@@ -159,7 +151,7 @@ async fn run_round(
     }
     tenures.sort_by_key(|tenure| tenure.granted);
     let longest_wait =
-        quantile(tenures.iter().map(|tenure| ms(tenure.granted - tenure.requested)), 1.0);
+        quantile(tenures.iter().map(|tenure| (tenure.granted - tenure.requested) as f64), 1.0);
     // After `end` fewer and fewer processes compete.
     tenures.retain(|tenure| tenure.granted < end);
     RoundResult { tenures, time, requests, longest_wait }
@@ -172,12 +164,14 @@ impl RoundResult {
     }
 
     /// The time from each release to the next grant in another process that already waited, in
-    /// milliseconds.
+    /// nanoseconds.
     fn hand_overs(&self) -> Vec<f64> {
         let between = self.pairs().filter(|[before, after]| {
             before.process != after.process && after.requested < before.released
         });
-        between.map(|[before, after]| ms(after.granted.saturating_sub(before.released))).collect()
+        between
+            .map(|[before, after]| after.granted.saturating_sub(before.released) as f64)
+            .collect()
     }
 
     fn process_changes(&self) -> usize {
@@ -189,42 +183,37 @@ impl RoundResult {
     }
 }
 
-fn ms(nanos: u64) -> f64 {
-    nanos as f64 / 1e6
-}
-
-/// Prints the medians over the rounds and their ratios to the reference. Returns the median and the
-/// p99 of the hand-over.
-fn print(
+/// Records the medians over the rounds.
+fn record(
     server: &LockServer,
-    name: &str,
-    rounds: &[RoundResult],
-    reference: Option<[f64; 2]>,
-) -> [f64; 2] {
-    let median_of = |field: &dyn Fn(&RoundResult) -> f64| median(rounds.iter().map(field));
-    let median_ms = median_of(&|round| quantile(round.hand_overs(), 0.5));
-    let p99 = median_of(&|round| quantile(round.hand_overs(), 0.99));
-    let tenures = |round: &RoundResult| round.tenures.len() as f64;
-    println!(
-        "  {name:<9} release to grant elsewhere: median {median_ms:.3} ms, p99 {p99:.3} ms; {:.2} {} a grant, {:.2} a change of \
-         process; {:.0} grants/s, {:.0} changes/s; longest wait {:.0} ms (worst round {:.0})",
-        median_of(&|round| round.requests as f64 / tenures(round)),
-        server.requests_name(),
-        median_of(&|round| round.requests as f64 / round.process_changes().max(1) as f64),
-        median_of(&|round| tenures(round) / round.time.as_secs_f64()),
-        median_of(&|round| round.process_changes() as f64 / round.time.as_secs_f64()),
-        median_of(&|round| round.longest_wait),
-        quantile(rounds.iter().map(|round| round.longest_wait), 1.0),
-    );
-    if let Some([reference_median, reference_p99]) = reference {
-        println!(
-            "  {:<9} {:.2} x its median, {:.2} x its p99",
-            "",
-            median_ms / reference_median,
-            p99 / reference_p99
-        );
+    scenario: &ContentionScenario,
+    [reference, engine]: &[Vec<RoundResult>; 2],
+) {
+    let median_of = |rounds: &[RoundResult], field: &dyn Fn(&RoundResult) -> f64| {
+        median(rounds.iter().map(field))
+    };
+    type Field<'a> = (&'a str, &'a str, &'a dyn Fn(&RoundResult) -> f64);
+    let hand_over: [Field<'_>; 2] = [
+        ("median", "ns", &|round| quantile(round.hand_overs(), 0.5)),
+        ("p99", "ns", &|round| quantile(round.hand_overs(), 0.99)),
+    ];
+    let requests: [Field<'_>; 1] =
+        [(server.requests_name(), "", &|round| round.requests as f64 / round.tenures.len() as f64)];
+    let fairness: [Field<'_>; 2] = [
+        ("longest wait", "ns", &|round| round.longest_wait),
+        ("changes of the holding process", "/s", &|round| {
+            round.process_changes() as f64 / round.time.as_secs_f64()
+        }),
+    ];
+    let is_hand_over = scenario.tasks == 1;
+    let is_greedy = is_hand_over && scenario.reacquire_delay == ReacquireDelay::None;
+    let fields = hand_over.iter().filter(|_| is_hand_over).chain(&requests);
+    for (name, unit, field) in fields.chain(fairness.iter().filter(|_| is_greedy)) {
+        let (table, reference_name) = server.table();
+        let row = row(table, format!("{}, {name}", scenario.title));
+        let figure = row.measured(median_of(engine, field), unit);
+        figure.against(reference_name, median_of(reference, field)).record();
     }
-    [median_ms, p99]
 }
 
 /// One of the competing processes.
@@ -283,10 +272,8 @@ impl LockClient {
             "reference" if is_redis => {
                 Self::Redis(Mutex::new(redis_reference::RedisReference::connect(url, KEY).await))
             }
-            "reference" | "polling" => {
-                let listens = name == "reference";
-                let reference =
-                    postgres_reference::PostgresReference::connect(url, KEY, listens).await;
+            "reference" => {
+                let reference = postgres_reference::PostgresReference::connect(url, KEY).await;
                 Self::Postgres(Mutex::new(reference))
             }
             _ => Self::Unsynchronized,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use lock_registry_benches::{is_full_run, row};
 use registry_core::Registry;
 use registry_testkit::redis::RedisServer;
 
@@ -20,16 +21,16 @@ struct Cost {
     client_percent: f64,
     server_percent: f64,
     connections: f64,
-    /// The maximum latency of another client's command, in milliseconds.
+    /// The maximum latency of another client's command, in nanoseconds.
     max_latency: f64,
     p999: f64,
     bytes_per_lock: f64,
 }
 
-pub async fn bench_redis(is_full_run: bool) {
+pub async fn bench_redis() {
     // Disk writes would dominate the time.
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
-    let (rounds, count, time) = if is_full_run { (3, 10_000, 6_000) } else { (1, 100, 100) };
+    let (rounds, count, time) = if is_full_run() { (3, 10_000, 4_000) } else { (1, 100, 100) };
     let time = Duration::from_millis(time);
     let names = ["idle", "reference", "engine"];
     let mut results: [Vec<Cost>; 3] = Default::default();
@@ -38,32 +39,27 @@ pub async fn bench_redis(is_full_run: bool) {
             results.push(run_round(&server, name, count, time).await);
         }
     }
-    println!("\n{count} locks held, lease {LEASE:?}");
-    for (name, rounds) in names.into_iter().zip(&results) {
-        let median_of = |field: &dyn Fn(&Cost) -> f64| median(rounds.iter().map(field));
-        println!(
-            "  {name:<9} client {:.2} % of a processor, server {:.2} %; another client's maximum latency {:.2} ms (best and worst round {:.2}, \
-             {:.2}), p99.9 {:.2} ms; {:.0} bytes a lock; {:.0} connections",
-            median_of(&|cost| cost.client_percent),
-            median_of(&|cost| cost.server_percent),
-            median_of(&|cost| cost.max_latency),
-            quantile(rounds.iter().map(|cost| cost.max_latency), 0.0),
-            quantile(rounds.iter().map(|cost| cost.max_latency), 1.0),
-            median_of(&|cost| cost.p999),
-            median_of(&|cost| cost.bytes_per_lock),
-            median_of(&|cost| cost.connections),
-        );
+    let [idle, reference, engine] = &results;
+    let median_of =
+        |rounds: &[Cost], field: &dyn Fn(&Cost) -> f64| median(rounds.iter().map(field));
+    type Field<'a> = (&'a str, &'a str, &'a dyn Fn(&Cost) -> f64);
+    let fields: [Field<'_>; 5] = [
+        ("processor time of the client", "% of a processor", &|cost| cost.client_percent),
+        ("processor time of the server", "% of a processor", &|cost| cost.server_percent),
+        ("longest stall of another client", "ns", &|cost| cost.max_latency),
+        ("p99.9 of another client's `PING`", "ns", &|cost| cost.p999),
+        ("connections", "", &|cost| cost.connections),
+    ];
+    for (name, unit, field) in fields {
+        let figure = row("redis-held", name).measured(median_of(engine, field), unit);
+        figure.against("bare scripts", median_of(reference, field)).record();
     }
-    let [client, server] = [&|cost: &Cost| cost.client_percent, &|cost: &Cost| cost.server_percent]
-        as [&dyn Fn(&Cost) -> f64; 2];
-    let ratio = |field: &dyn Fn(&Cost) -> f64| {
-        median(results[2].iter().map(field)) / median(results[1].iter().map(field))
-    };
-    println!(
-        "  the engine takes {:.2} x the client's time and {:.2} x the server's",
-        ratio(client),
-        ratio(server)
-    );
+    for (name, unit, field) in &fields[2..4] {
+        let row = row("redis-held", format!("{name}, with no lock held"));
+        row.measured(median_of(idle, field), unit).record();
+    }
+    let bytes = median_of(engine, &|cost| cost.bytes_per_lock);
+    row("redis-held", "resident memory of the client, per lock").measured(bytes, "bytes").record();
 }
 
 async fn run_round(server: &RedisServer, name: &str, count: usize, time: Duration) -> Cost {
@@ -98,9 +94,9 @@ async fn run_round(server: &RedisServer, name: &str, count: usize, time: Duratio
         f64::from(info_number(server, "clients", "connected_clients").await.saturating_sub(before));
     let addr = server.addr();
     let latencies = tokio::task::spawn_blocking(move || pings(addr, time)).await.unwrap();
-    let latencies_ms = || latencies.iter().map(|time| time.as_secs_f64() * 1e3);
-    cost.max_latency = quantile(latencies_ms(), 1.0);
-    cost.p999 = quantile(latencies_ms(), 0.999);
+    let latencies_ns = || latencies.iter().map(|time| time.as_nanos() as f64);
+    cost.max_latency = quantile(latencies_ns(), 1.0);
+    cost.p999 = quantile(latencies_ns(), 0.999);
     if let Some(child) = &mut child {
         child.write_line("end").unwrap();
         let bytes = |line: &str| line.strip_prefix("bytes ")?.parse::<f64>().ok();
@@ -110,9 +106,9 @@ async fn run_round(server: &RedisServer, name: &str, count: usize, time: Duratio
 }
 
 /// Counts the statements that one renewal of all locks takes.
-pub async fn bench_postgres(is_full_run: bool) {
+pub async fn bench_postgres() {
     let server = LockServer::postgres().await;
-    let (count, periods) = if is_full_run { (10_000_u32, 6) } else { (100, 1) };
+    let (count, periods) = if is_full_run() { (10_000_u32, 6) } else { (100, 1) };
     let url = server.url();
     let mut child = start_child(&["held", "engine", &url, &count.to_string()]);
     child.expect_line(|line| line.starts_with("held"), LIMIT).await.unwrap();
@@ -123,10 +119,8 @@ pub async fn bench_postgres(is_full_run: bool) {
     let statements = server.requests("engine").await;
     child.write_line("end").unwrap();
     child.expect_line(|line| line.starts_with("bytes"), LIMIT).await.unwrap();
-    println!(
-        "\n{count} locks held on PostgreSQL, lease {LEASE:?}: {:.1} statements a period",
-        statements as f64 / f64::from(periods)
-    );
+    let row = row("postgres-held", "statements for one renewal of all locks");
+    row.measured(statements as f64 / f64::from(periods), "").record();
 }
 
 /// The process that holds the locks.

@@ -13,6 +13,7 @@ mod measurement;
 
 use std::io::BufRead;
 
+use lock_registry_benches::write_results;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::server::LockServer;
@@ -27,25 +28,24 @@ fn main() {
             ["child", "contention", ref rest @ ..] => contention::child(rest).await,
             ["child", "held", ref rest @ ..] => held_locks::child(rest).await,
             _ => {
-                // `cargo test` only verifies that the benchmark works, not how fast it is.
-                let is_full_run = words.contains(&"--bench");
                 let is_selected = |name: &str| {
                     let filters: Vec<_> =
                         words.iter().filter(|word| !word.starts_with('-')).collect();
                     filters.is_empty() || filters.iter().any(|word| name.contains(**word))
                 };
                 if is_selected("redis-turns") {
-                    contention::bench(&LockServer::redis().await, is_full_run).await;
+                    contention::bench(&LockServer::redis().await).await;
                 }
                 if is_selected("redis-held") {
-                    held_locks::bench_redis(is_full_run).await;
+                    held_locks::bench_redis().await;
                 }
                 if is_selected("postgres-turns") {
-                    contention::bench(&LockServer::postgres().await, is_full_run).await;
+                    contention::bench(&LockServer::postgres().await).await;
                 }
                 if is_selected("postgres-held") {
-                    held_locks::bench_postgres(is_full_run).await;
+                    held_locks::bench_postgres().await;
                 }
+                write_results("processes");
             }
         }
     });

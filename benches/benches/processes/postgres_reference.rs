@@ -26,20 +26,15 @@ pub struct PostgresReference {
     key: String,
     owner: i32,
     statements: PgConnection,
-    /// `None` for a client that only polls.
-    messages: Option<PgListener>,
+    messages: PgListener,
 }
 
 impl PostgresReference {
-    pub async fn connect(url: &str, key: &str, listens: bool) -> Self {
+    pub async fn connect(url: &str, key: &str) -> Self {
         let options: PgConnectOptions = url.parse().unwrap();
         let statements = options.connect().await.unwrap();
-        let mut messages = None;
-        if listens {
-            let mut listener = PgListener::connect(url).await.unwrap();
-            listener.listen("bare").await.unwrap();
-            messages = Some(listener);
-        }
+        let mut messages = PgListener::connect(url).await.unwrap();
+        messages.listen("bare").await.unwrap();
         let owner = i32::try_from(std::process::id()).unwrap();
         Self { key: key.to_owned(), owner, statements, messages }
     }
@@ -47,19 +42,12 @@ impl PostgresReference {
     pub async fn lock(&mut self) {
         loop {
             // Notifications from before this attempt say nothing about its result.
-            while self
-                .messages
-                .as_mut()
-                .is_some_and(|messages| messages.recv().now_or_never().is_some())
-            {}
+            while self.messages.recv().now_or_never().is_some() {}
             let acquire = sqlx::query(ACQUIRE).bind(&self.key).bind(self.owner);
             if acquire.fetch_optional(&mut self.statements).await.unwrap().is_some() {
                 return;
             }
-            match &mut self.messages {
-                Some(messages) => _ = tokio::time::timeout(POLL, messages.recv()).await,
-                None => tokio::time::sleep(POLL).await,
-            }
+            _ = tokio::time::timeout(POLL, self.messages.recv()).await;
         }
     }
 

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use lock_registry_benches::record_server;
 use registry_core::LockBackend;
 use registry_jdbc::{PostgresBackend, PostgresConfig};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use registry_testkit::redis::RedisServer;
 
-use crate::measurement::calls;
+use crate::measurement::{calls, info};
 
 pub enum LockServer {
     Redis(RedisServer),
@@ -18,7 +19,9 @@ pub enum LockServer {
 impl LockServer {
     pub async fn redis() -> Self {
         // Disk writes would dominate the time.
-        Self::Redis(RedisServer::start(&["--appendonly", "no"]).await.unwrap())
+        let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+        record_server("Redis", &info(&server, "server").await);
+        Self::Redis(server)
     }
 
     pub async fn postgres() -> Self {
@@ -26,21 +29,23 @@ impl LockServer {
         let options = PostgresOptions::new().without_fsync().settings(&settings);
         let server = PostgresServer::start_with(options).await.unwrap();
         server.sql("CREATE EXTENSION pg_stat_statements").await.unwrap();
+        record_server("PostgreSQL", &server.sql("SHOW server_version").await.unwrap());
         Self::Postgres(server)
     }
 
-    pub const fn name(&self) -> &'static str {
+    /// The table of the figures, and the name of the reference.
+    pub const fn table(&self) -> (&'static str, &'static str) {
         match self {
-            Self::Redis(_) => "Redis",
-            Self::Postgres(_) => "PostgreSQL",
+            Self::Redis(_) => ("redis-turns", "a bare loop"),
+            Self::Postgres(_) => ("postgres-turns", "a bare `NOTIFY` loop"),
         }
     }
 
-    /// What this store calls a request.
+    /// What this store calls its requests.
     pub const fn requests_name(&self) -> &'static str {
         match self {
-            Self::Redis(_) => "commands",
-            Self::Postgres(_) => "statements",
+            Self::Redis(_) => "commands per grant",
+            Self::Postgres(_) => "statements per grant",
         }
     }
 

@@ -4,6 +4,7 @@ use std::io::BufRead;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use lock_registry_benches::{is_full_run, row};
 use nix::time::{ClockId, clock_gettime};
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -15,8 +16,8 @@ use crate::{LIMIT, open_registry};
 const WORK: Duration = Duration::from_millis(2);
 
 /// Runs two processes that compete for the lock all the time.
-pub async fn bench(server: &ZooKeeperServer, is_full_run: bool) {
-    let (rounds, tenures) = if is_full_run { (5, 500) } else { (1, 5) };
+pub async fn bench(server: &ZooKeeperServer) {
+    let (rounds, tenures) = if is_full_run() { (5, 500) } else { (1, 5) };
     let servers = server.addr().to_string();
     let mut medians = [Vec::new(), Vec::new()];
     let mut round_trips = Vec::new();
@@ -35,16 +36,13 @@ pub async fn bench(server: &ZooKeeperServer, is_full_run: bool) {
     }
     let [reference, engine] = medians.map(median);
     let round_trip = median(round_trips);
-    let micros = |nanos: u64| nanos as f64 / 1e3;
-    println!(
-        "\nfrom a release to the grant in another process, medians: reference {:.0} us, engine {:.0} us ({:.2} x its time); two round trips, a \
-         write and a list, take {:.0} us, so the engine takes {:.2} x that",
-        micros(reference),
-        micros(engine),
-        engine as f64 / reference as f64,
-        micros(round_trip),
-        engine as f64 / round_trip as f64,
-    );
+    let row = row("hand-over", "ZooKeeper: from a release to the grant in another process");
+    for (reference, median) in
+        [("a bare loop", reference), ("a write and a list, on an idle connection", round_trip)]
+    {
+        let hand_over = row.clone().measured(engine as f64, "ns");
+        hand_over.against(reference, median as f64).record();
+    }
 }
 
 /// The times between a release and the next grant, where the grant was in the other process.

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry_benches::compare_in_task;
+use lock_registry_benches::{compare_in_task, is_full_run, record_server, row, write_results};
 use registry_core::Registry;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -37,16 +37,16 @@ fn main() {
             hand_over::child(rest).await;
             return;
         }
-        // `cargo test` only verifies that the benchmark works, not how fast it is.
-        let is_full_run = words.contains(&"--bench");
         let server = ZooKeeperServer::start().await.unwrap();
-        pairs(&server, is_full_run).await;
-        hand_over::bench(&server, is_full_run).await;
+        record_server("ZooKeeper", &server.send_command("srvr").await.unwrap());
+        pairs(&server).await;
+        hand_over::bench(&server).await;
+        write_results("zk");
     });
 }
 
-async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
-    const LABEL: &str = "lock and unlock";
+async fn pairs(server: &ZooKeeperServer) {
+    let uncontended = row("pairs", "ZooKeeper: uncontended lock and unlock");
     let registry = open_registry(&server.addr().to_string()).await;
     let lock = registry.obtain("orders/42");
     let lock_and_unlock = move |pairs| {
@@ -73,8 +73,8 @@ async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
             }
         }
     };
-    let group = "uncontended pairs on ZooKeeper, next to create, list and delete";
-    compare_in_task(group, sequential, LABEL, lock_and_unlock.clone()).await;
+    let against = "the three bare requests, one after the other";
+    compare_in_task(uncontended.clone(), against, sequential, lock_and_unlock.clone()).await;
     let pipelined = move |pairs| {
         let reference = Arc::clone(&reference).lock_owned();
         async move {
@@ -85,15 +85,15 @@ async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
             }
         }
     };
-    let group = "the same, create and list sent together";
-    compare_in_task(group, pipelined, LABEL, lock_and_unlock.clone()).await;
+    let against = "the same, two of them sent at once";
+    compare_in_task(uncontended.clone(), against, pipelined, lock_and_unlock.clone()).await;
 
     let client = connect(&server.addr().to_string()).await;
     let other = move |pairs| lock_with_client_library(client.clone(), pairs);
-    let group = "uncontended pairs next to the lock of zookeeper-client, deleted explicitly";
-    compare_in_task(group, other, LABEL, lock_and_unlock.clone()).await;
+    let against = "`zookeeper-client`'s lock, deleted explicitly";
+    compare_in_task(uncontended.clone(), against, other, lock_and_unlock.clone()).await;
 
-    let warm_up_pairs = if is_full_run { 3_000 } else { 10 };
+    let warm_up_pairs = if is_full_run() { 3_000 } else { 10 };
     let curator = Arc::new(Mutex::new(curator(&server.url(), warm_up_pairs).await));
     let other = move |pairs: usize| {
         let curator = Arc::clone(&curator).lock_owned();
@@ -104,8 +104,7 @@ async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
             done.unwrap();
         }
     };
-    let group = "uncontended pairs next to Curator's InterProcessMutex";
-    compare_in_task(group, other, LABEL, lock_and_unlock).await;
+    compare_in_task(uncontended, "Curator's `InterProcessMutex`", other, lock_and_unlock).await;
     _ = registry.close(LIMIT).await;
 }
 

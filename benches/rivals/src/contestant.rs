@@ -9,7 +9,7 @@ use distributed_lock_core::traits::{DistributedLock as _, LockHandle as _, LockP
 use distributed_lock_redis::{RedisDistributedLock, RedisLockProvider};
 use redis::Script;
 use redis::aio::MultiplexedConnection;
-use registry_core::{DistributedLock as EngineLock, LockRegistry as _, Registry};
+use registry_core::{DistributedLock as EngineLock, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 use rslock::LockManager;
@@ -80,7 +80,7 @@ impl Contestant {
 
     pub async fn close(&self) {
         if let Self::Engine(registry) = self {
-            registry.close(Duration::from_secs(1)).await;
+            _ = registry.close(Duration::from_secs(1)).await;
         }
     }
 }

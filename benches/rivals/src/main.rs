@@ -4,7 +4,7 @@
 //! `bare` is no library. It does the minimum that a correct lock must do: two scripts over one
 //! shared connection, and each task sends its own requests. All contestants run on the same runtime
 //! against the same server, which is flushed between runs. Every critical section asserts mutual
-//! exclusion. Arguments: seconds per contestant and round, number of rounds.
+//! exclusion.
 
 mod contestant;
 
@@ -12,29 +12,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use lock_registry_benches::{is_full_run, record_server, row, write_results_of};
 use registry_testkit::redis::RedisServer;
 use tokio::task::JoinSet;
 
 use crate::contestant::{Contestant, ContestantKind};
 
 const TASKS: usize = 64;
-const KINDS: [ContestantKind; 4] = [
-    ContestantKind::Bare,
-    ContestantKind::Engine,
-    ContestantKind::Rslock,
-    ContestantKind::DistributedLock,
+const ONE_KEY: &str = "one key";
+/// The contestants, with their columns in the table of the book.
+const KINDS: [(ContestantKind, &str); 4] = [
+    (ContestantKind::Engine, "this library"),
+    (ContestantKind::Bare, "bare"),
+    (ContestantKind::Rslock, "rslock 0.10"),
+    (ContestantKind::DistributedLock, "distributed-lock-redis 0.2"),
 ];
 
 fn main() {
-    let mut arguments =
-        std::env::args().skip(1).map(|argument| argument.parse().expect("a number"));
-    let seconds = Duration::from_secs(arguments.next().unwrap_or(3));
-    let rounds = arguments.next().unwrap_or(5);
+    let (rounds, time) = if is_full_run() { (5, 2_000) } else { (1, 100) };
+    let time = Duration::from_millis(time);
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         // Disk writes would dominate the time.
         let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+        let info = server.send_command_args(&["INFO", "server"]).await.unwrap();
+        record_server("Redis", &info.text().unwrap_or_default());
         let unsynchronized =
             run(&server, ContestantKind::Unsynchronized, true, Duration::from_millis(200)).await;
         assert!(
@@ -44,8 +47,8 @@ fn main() {
         for one_key in [true, false] {
             let mut results: [Vec<RunResult>; KINDS.len()] = Default::default();
             for _ in 0..rounds {
-                for (kind, results) in KINDS.into_iter().zip(&mut results) {
-                    let outcome = run(&server, kind, one_key, seconds).await;
+                for ((kind, _), results) in KINDS.into_iter().zip(&mut results) {
+                    let outcome = run(&server, kind, one_key, time).await;
                     assert_eq!(
                         outcome.overlaps, 0,
                         "{kind:?} granted the lock to two tasks at once"
@@ -53,10 +56,10 @@ fn main() {
                     results.push(outcome);
                 }
             }
-            println!("\n{TASKS} tasks, {}", if one_key { "one key" } else { "a key each" });
-            print(&results);
+            record(if one_key { ONE_KEY } else { "a key each" }, &results);
         }
     });
+    write_results_of("rivals", "cargo bench --manifest-path benches/rivals/Cargo.toml");
 }
 
 struct RunResult {
@@ -133,7 +136,12 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The number of commands from clients and from their scripts.
 async fn requests(server: &RedisServer) -> f64 {
-    let info = server.send_command_args(&["INFO", "commandstats"]).await.unwrap().text().unwrap_or_default();
+    let info = server
+        .send_command_args(&["INFO", "commandstats"])
+        .await
+        .unwrap()
+        .text()
+        .unwrap_or_default();
     let calls = |line: &str| -> Option<f64> {
         let (name, rest) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
         let sent = ["eval", "evalsha", "subscribe", "ping"].contains(&name);
@@ -143,29 +151,25 @@ async fn requests(server: &RedisServer) -> f64 {
     scripts
 }
 
-fn print(results: &[Vec<RunResult>; KINDS.len()]) {
-    let sections =
-        |outcomes: &[RunResult]| median(outcomes.iter().map(|outcome| outcome.sections).collect());
-    let engine = sections(&results[1]);
-    println!("{:<24} {:>11} {:>7} {:>10} {:>8}", "", "sections/s", "speedup", "max/min", "scripts");
-    for (kind, outcomes) in KINDS.iter().zip(results) {
-        let share = outcomes
-            .iter()
-            .map(|outcome| outcome.sections_max as f64 / outcome.sections_min.max(1) as f64);
-        let rate = sections(outcomes);
-        println!(
-            "{:<24} {rate:>11.0} {:>6.2}x {:>10.2} {:>8.2}",
-            format!("{kind:?}"),
-            engine / rate,
-            median(share.collect()),
-            median(outcomes.iter().map(|outcome| outcome.requests).collect()),
-        );
-    }
-    // The spread of single rounds shows how far the ratios can be trusted.
-    for (kind, outcomes) in KINDS.iter().zip(results) {
-        let rounds: Vec<String> =
-            outcomes.iter().map(|outcome| format!("{:.0}", outcome.sections)).collect();
-        println!("  rounds of {kind:?}: {}", rounds.join(" "));
+fn record(keys: &str, results: &[Vec<RunResult>; KINDS.len()]) {
+    let median_of = |outcomes: &[RunResult], field: &dyn Fn(&RunResult) -> f64| {
+        median(outcomes.iter().map(field).collect())
+    };
+    let share =
+        |outcome: &RunResult| outcome.sections_max as f64 / outcome.sections_min.max(1) as f64;
+    let engine = median_of(&results[0], &|outcome| outcome.sections);
+    for ((_, column), outcomes) in KINDS.iter().zip(results) {
+        let record = |name: &str, value: f64, unit| {
+            row("rivals", format!("{keys}: {name}")).column(*column).measured(value, unit).record();
+        };
+        let sections = median_of(outcomes, &|outcome| outcome.sections);
+        record("critical sections", sections, "/s");
+        record("speed of this library, divided by its speed", engine / sections, "x");
+        record("scripts per section", median_of(outcomes, &|outcome| outcome.requests), "");
+        if keys == ONE_KEY {
+            let name = "maximum over minimum of sections per task";
+            record(name, median_of(outcomes, &share), "");
+        }
     }
 }
 
