@@ -1,6 +1,6 @@
 //! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities, metrics, exit statuses and error texts. The program `book-tables` writes them, and
-//! a test fails if they are stale.
+//! capabilities, metrics, exit statuses and error texts; and the tables and charts of measured
+//! figures. The program `book-tables` writes them, and a test fails if they are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 
@@ -15,6 +15,8 @@ use lock_registry::config::{OptionDescription, describe_options, describe_scheme
 use lock_registry::observe::describe_metrics;
 use registry_core::config::format_time;
 
+use crate::{charts, figures};
+
 /// The pages with generated tables.
 const PAGES: &[&str] = &[
     "book/src/operate/errors.md",
@@ -22,7 +24,9 @@ const PAGES: &[&str] = &[
     "book/src/reference/capabilities.md",
     "book/src/reference/configuration.md",
     "book/src/reference/lockreg.md",
+    "book/src/reference/performance.md",
     "book/src/stores/etcd.md",
+    "book/src/stores/in-process.md",
     "book/src/stores/mysql.md",
     "book/src/stores/postgres.md",
     "book/src/stores/redis.md",
@@ -101,6 +105,8 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
         None if name == "metrics" => metrics(),
+        Some(("results", places)) => figures::table(root, places)?,
+        Some(("chart", name)) => charts::markdown(root, name)?,
         Some(("exit", "statuses")) => exit_statuses(root)?,
         Some(("errors", places)) => error_texts(root, places, false)?,
         Some(("findings", places)) => error_texts(root, places, true)?,

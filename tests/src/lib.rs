@@ -7,4 +7,8 @@ pub mod sections;
 
 #[cfg(feature = "server-tests")]
 pub mod book_tables;
+#[cfg(feature = "server-tests")]
+mod figures;
+#[cfg(feature = "server-tests")]
+pub mod charts;
 pub mod pictures;

@@ -154,19 +154,23 @@ fn draw(text: &str) -> Result<String, String> {
     if title.is_empty() || alt.is_empty() || size.0 < 1.0 {
         return Err("title, alt or size is missing".to_owned());
     }
-    let (width, height) = size;
-    let (title, alt) = (escaped(&title), escaped(&alt));
-    Ok(format!(
+    Ok(frame(size, &title, &alt, &format!("{lines}{shapes}{texts}")))
+}
+
+/// Returns a picture with a title and a border.
+pub(crate) fn frame((width, height): (f64, f64), title: &str, alt: &str, body: &str) -> String {
+    let (title, alt) = (escaped(title), escaped(alt));
+    format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
          height=\"{height}\" role=\"img\" aria-labelledby=\"title alt\">\n\
          <title id=\"title\">{title}</title>\n<desc id=\"alt\">{alt}</desc>\n<style>{STYLE}</style>\n\
          <defs><marker id=\"head\" viewBox=\"0 0 8 8\" refX=\"8\" refY=\"4\" markerWidth=\"8\" \
          markerHeight=\"8\" orient=\"auto\"><path class=\"head\" d=\"M0 0 L8 4 L0 8 z\"/></marker></defs>\n\
          <rect class=\"page\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"8\"/>\n\
-         <text class=\"title\" x=\"16\" y=\"28\">{title}</text>\n{lines}{shapes}{texts}</svg>\n",
+         <text class=\"title\" x=\"16\" y=\"28\">{title}</text>\n{body}</svg>\n",
         width - 1.0,
         height - 1.0,
-    ))
+    )
 }
 
 /// Splits a line at spaces outside of quotes.
@@ -239,7 +243,13 @@ fn text_width(text: &str) -> f64 {
     f64::from(u16::try_from(text.chars().count()).unwrap_or(u16::MAX)) * 6.5
 }
 
-fn write_text(texts: &mut String, class: &str, at: (f64, f64), anchor: &str, text: &str) {
+pub(crate) fn write_text(
+    texts: &mut String,
+    class: &str,
+    at: (f64, f64),
+    anchor: &str,
+    text: &str,
+) {
     if !text.is_empty() {
         let _ = writeln!(
             texts,

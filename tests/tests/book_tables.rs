@@ -1,8 +1,10 @@
-//! The generated tables of the documentation agree with the code, and the pictures with their text.
+//! The generated tables of the documentation agree with the code, and the pictures and charts with
+//! their sources.
 
 use std::path::Path;
 
 use lock_registry_tests::book_tables::stale_pages;
+use lock_registry_tests::charts::stale_charts;
 use lock_registry_tests::pictures::stale_pictures;
 use registry_core::{InvalidKey, Key, LostReason};
 
@@ -19,7 +21,9 @@ fn no_generated_table_is_stale() {
 #[test]
 fn no_picture_is_stale() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let stale: Vec<_> = stale_pictures(&root).unwrap().into_iter().map(|(path, _)| path).collect();
+    let mut stale = stale_pictures(&root).unwrap();
+    stale.extend(stale_charts(&root).unwrap());
+    let stale: Vec<_> = stale.into_iter().map(|(path, _)| path).collect();
     assert!(
         stale.is_empty(),
         "stale: {stale:?}; run `cargo run -p lock-registry-tests --features server-tests --bin book-tables`"

@@ -676,6 +676,60 @@ fn every_readme_with_rust_is_compiled() {
     }
 }
 
+/// A reader can repeat each measurement.
+#[test]
+fn every_benchmark_has_a_results_file_that_names_its_command() {
+    let (mut found, mut expected) = (BTreeSet::new(), BTreeSet::new());
+    for manifest in ["benches/Cargo.toml", "benches/rivals/Cargo.toml"] {
+        let text = read(&root().join(manifest));
+        let names = text.split("[[bench]]\nname = \"").skip(1);
+        expected.extend(names.filter_map(|rest| rest.split('"').next()).map(|name| {
+            let command = match manifest {
+                "benches/Cargo.toml" => format!("-p lock-registry-benches --bench {name}"),
+                _ => format!("--manifest-path {manifest}"),
+            };
+            (name.to_owned(), format!("cargo bench {command}"))
+        }));
+    }
+    for file in files().into_iter().filter(|file| file.starts_with(root().join("benches/results")))
+    {
+        let name = file.file_stem().expect("a file has a name").to_string_lossy().into_owned();
+        let results: Value = serde_json::from_str(&read(&file))
+            .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        let command = results["command"].as_str().unwrap_or_default();
+        found.insert((name, command.to_owned()));
+    }
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn every_measured_table_of_the_book_is_generated_from_a_results_file() {
+    let stores = ["in-process", "sqlite", "postgres", "mysql", "redis", "zookeeper", "etcd"];
+    let stores = stores.map(|store| (format!("stores/{store}.md"), "## Throughput", "\n## "));
+    let performance =
+        ("reference/performance.md".to_owned(), "# Performance", "## Requests per operation");
+    let mut found = Vec::new();
+    for (page, start, end) in stores.into_iter().chain([performance]) {
+        let text = read(&root().join("book/src").join(&page));
+        let (_, section) = text.split_once(start).expect("the page has this heading");
+        let section = section.split(end).next().unwrap_or_default();
+        // Each part but the first begins with a generated table.
+        let parts = section.split("<!-- generated: ").enumerate();
+        let written = parts.flat_map(|(number, part)| {
+            match number {
+                0 => part,
+                _ => part.split_once("<!-- end -->").map_or("", |(_, written)| written),
+            }
+            .lines()
+        });
+        found.extend(
+            written.filter(|line| line.starts_with('|')).map(|row| format!("{page}: {row}")),
+        );
+        assert!(section.contains("<!-- generated: results "), "{page}: no figures");
+    }
+    assert!(found.is_empty(), "not generated:\n{}", found.join("\n"));
+}
+
 /// One package of the workspace.
 struct Package {
     name: String,
