@@ -109,13 +109,16 @@ pub(crate) fn table(root: &Path, places: &str) -> io::Result<String> {
     Ok(format!("{table}\nMeasured with {}\n", origins.join("\nMeasured with ")))
 }
 
+/// Returns the text of a figure in one column.
+type Cell<'a> = &'a dyn Fn(&Figure) -> Option<String>;
+
 /// Returns a table with a row for each figure.
 fn with_references(figures: &[Figure]) -> String {
     let reference = |figure: &Figure| {
         let (name, median) = (figure.reference.as_ref()?, figure.reference_median?);
         Some(format!("{name}: {}", quantity(median, &figure.unit)))
     };
-    let columns: [(&str, &dyn Fn(&Figure) -> Option<String>); 5] = [
+    let columns: [(&str, Cell<'_>); 5] = [
         ("", &|figure| Some(figure.name.clone())),
         ("measured", &|figure| Some(figure.text())),
         ("p99", &|figure| figure.p99.map(|p99| quantity(p99, &figure.unit))),
@@ -123,8 +126,7 @@ fn with_references(figures: &[Figure]) -> String {
         ("ratio", &ratio),
     ];
     // A column without a value is left out.
-    let is_used =
-        |cell: &dyn Fn(&Figure) -> Option<String>| figures.iter().any(|it| cell(it).is_some());
+    let is_used = |cell: Cell<'_>| figures.iter().any(|it| cell(it).is_some());
     let columns: Vec<_> = columns.into_iter().filter(|(_, cell)| is_used(cell)).collect();
     let row = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut table = row(columns.iter().map(|(head, _)| (*head).to_owned()).collect());
