@@ -18,12 +18,12 @@ use zookeeper_client::{Error, MultiWriteResult};
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::LOCK_DATA;
 use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
-use crate::node_data::{NodeMode, decode_mode, encode_node_data};
+use crate::node_data::{NodeGrant, decode_grant, encode_node_data};
 use crate::nodes::{
-    CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction,
+    CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction_error,
     read_children_after_confirmation, sort_contenders,
 };
-use crate::queue::{claim_nodes, named_entry, node_bytes, node_prefix};
+use crate::queue::{claim_nodes, node_bytes, node_prefix, parse_queued_entry};
 use crate::queue_entry::{ClaimState, QueueEntry, UpgradeRequest, name_of};
 use crate::recipe::{
     end_lost_claim, exclude_missing_on_majority, is_blocked_as_before, lease_within_validity,
@@ -84,7 +84,7 @@ async fn run_conversion(
             resolve_conversion(session, entry, state, claim.id()).await?;
         }
         let Some(node) = &state.node else { return Ok(Conversion::Lost) };
-        let NodeMode { mode, token } = node.mode;
+        let NodeGrant { mode, token } = node.grant;
         let converted = claim.converted_token();
         let is_late = converted.is_some_and(|converted| i64::from(converted) != token);
         let is_done = match (mode, claim.mode()) {
@@ -163,7 +163,7 @@ async fn upgrade(
     let entries = names.iter().enumerate().map(|(index, name)| match index {
         _ if index < own => QueuedEntry::Claim(ClaimMode::Shared),
         _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),
-        _ => named_entry(name),
+        _ => parse_queued_entry(name),
     });
     let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
         UpgradePosition::Free(blocking) => blocking,
@@ -286,7 +286,7 @@ async fn write_mode(
             };
             node.version = stat.version;
             let token = kept_token.unwrap_or(stat.mzxid);
-            node.mode = NodeMode { mode: claim.mode(), token };
+            node.grant = NodeGrant { mode: claim.mode(), token };
             state.upgrade = None;
             state.is_conversion_unresolved = false;
             session.record_majority_response(sent_at);
@@ -317,7 +317,7 @@ pub(crate) async fn resolve_upgrade_request(
     };
     let earlier = state.upgrade.take();
     for name in claim_nodes(&children, claim, session.config().naming) {
-        if named_entry(name) != QueuedEntry::UpgradeRequest {
+        if parse_queued_entry(name) != QueuedEntry::UpgradeRequest {
             continue;
         }
         let path = format!("{}/{name}", entry.dir);
@@ -351,14 +351,14 @@ pub(crate) async fn resolve_conversion(
         let read = session.with_request_timeout(session.client().get_data(&node.path)).await?;
         match read {
             Ok((data, stat)) if stat.czxid == node.czxid => {
-                let Some(mode) = decode_mode(name_of(&node.path), &data, &stat) else {
+                let Some(grant) = decode_grant(name_of(&node.path), &data, &stat) else {
                     let message = format!(
                         "zookeeper: another program has replaced the data of {}, which states the mode of the lock; release the lock",
                         node.path
                     );
                     return Err(BackendError::new(BackendErrorKind::Protocol, message));
                 };
-                (node.mode, node.version) = (mode, stat.version);
+                (node.grant, node.version) = (grant, stat.version);
             }
             Ok(_) | Err(Error::NoNode) => state.clear_node(),
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
@@ -407,8 +407,8 @@ fn grant_converted(
     let until = now.after(claim.lease());
     let until = state.held_until.map_or(until, |held| held.max(until));
     let lease = lease_within_validity(session, until.since(now))?;
-    let token = state.node.as_ref().and_then(|node| fencing_token(node.mode.token));
-    let token = token.ok_or_else(negative_transaction)?;
+    let token = state.node.as_ref().and_then(|node| fencing_token(node.grant.token));
+    let token = token.ok_or_else(negative_transaction_error)?;
     state.held_until = Some(until);
     Ok(Attempt::Granted(Grant::new(token, lease)))
 }

@@ -217,7 +217,7 @@ impl FencedMulti<'_> {
         let (session, entry) = found.ok_or_else(|| lost_error(guard))?;
         let node = {
             let state = entry.state.lock().await;
-            let node = state.node.as_ref().map(|node| (node.path.clone(), node.mode.token));
+            let node = state.node.as_ref().map(|node| (node.path.clone(), node.grant.token));
             node.ok_or_else(|| lost_error(guard))?
         };
         let (node, token) = node;

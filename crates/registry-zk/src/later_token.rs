@@ -36,7 +36,7 @@ pub(crate) async fn ensure_largest_token(
     let Some(node) = &mut state.node else { return Ok(false) };
     // A grant keeps its token, also if another claim that holds the lock too takes a later one.
     let is_granted = state.held_until.is_some();
-    if is_granted || last_write <= node.mode.token || !session.config().has_upgrades() {
+    if is_granted || last_write <= node.grant.token || !session.config().has_upgrades() {
         return Ok(true);
     }
     // The data states no token, so the token is the transaction of this write.
@@ -52,7 +52,7 @@ pub(crate) async fn ensure_largest_token(
     match commit(session, writer).await? {
         Ok(results) => {
             let Some(MultiWriteResult::SetData { stat }) = results.last() else { return Ok(false) };
-            node.mode.token = stat.mzxid;
+            node.grant.token = stat.mzxid;
             node.version = stat.version;
             session.record_majority_response(sent_at);
             Ok(true)

@@ -19,9 +19,9 @@ use zookeeper_client::Error;
 
 use crate::error::to_backend_error;
 use crate::mutex::lock;
-use crate::node_data::{NodeMode, decode_label, decode_other_mode, is_convertible};
+use crate::node_data::{NodeGrant, decode_label, decode_other_grant, is_convertible};
 use crate::nodes::{fencing_token, read_children, sort_contenders};
-use crate::queue::{ContenderQueue, named_entry};
+use crate::queue::{ContenderQueue, parse_queued_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
 use crate::session::ZkSession;
 
@@ -50,7 +50,7 @@ pub(crate) struct Blocker {
 /// A contender's node, and the watch on it if one was requested and the watch budget allowed it.
 struct ReadNode {
     data: Vec<u8>,
-    mode: NodeMode,
+    grant: NodeGrant,
     watch: Option<NodeWatch>,
 }
 
@@ -70,7 +70,8 @@ pub(crate) async fn find_blockers(
         return Ok(predecessor.map_or(Blockers::None, |index| Blockers::unread([index])));
     }
     // A claim that may have been converted counts as exclusive until its data is read.
-    let assumed = |name: &String| if is_convertible(name) { EXCLUSIVE } else { named_entry(name) };
+    let assumed =
+        |name: &String| if is_convertible(name) { EXCLUSIVE } else { parse_queued_entry(name) };
     let mut entries: Vec<_> = before.iter().map(assumed).collect();
     let mut read = HashMap::new();
     // Each iteration reads another node.
@@ -95,11 +96,11 @@ pub(crate) async fn find_blockers(
         }
         // An upgradable claim rarely blocks a reader, so it is watched only if it does.
         let is_watched =
-            is_waiting && (named_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
+            is_waiting && (parse_queued_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
         let Some(node) = read_node(session, dir, name, is_watched).await? else {
             return Ok(Blockers::Changed);
         };
-        entries[nearest] = QueuedEntry::Claim(node.mode.mode);
+        entries[nearest] = QueuedEntry::Claim(node.grant.mode);
         read.insert(nearest, node);
     }
 }
@@ -197,7 +198,7 @@ pub(crate) async fn watch_blockers(
                 let Some(node) = read_node(session, dir, name, true).await? else {
                     return Ok(None);
                 };
-                let is_changed = earlier.is_some_and(|earlier| earlier.mode != node.mode);
+                let is_changed = earlier.is_some_and(|earlier| earlier.grant != node.grant);
                 let holder = holder_of(&node);
                 Ok((!is_changed).then_some(((name.clone(), node.watch), holder)))
             }
@@ -236,8 +237,8 @@ async fn read_node(
     };
     match session.with_request_timeout(read).await? {
         Ok((data, stat, watch)) => {
-            let mode = decode_other_mode(name, &data, &stat);
-            Ok(Some(ReadNode { data, mode, watch }))
+            let grant = decode_other_grant(name, &data, &stat);
+            Ok(Some(ReadNode { data, grant, watch }))
         }
         Err(Error::NoNode) => Ok(None),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
@@ -247,9 +248,9 @@ async fn read_node(
 impl ReadNode {
     fn holder(&self, key: &Key) -> Holder {
         Holder::new(key.clone())
-            .with_mode(self.mode.mode)
+            .with_mode(self.grant.mode)
             .with_label(decode_label(&self.data))
-            .with_token(fencing_token(self.mode.token))
+            .with_token(fencing_token(self.grant.token))
     }
 }
 
@@ -317,20 +318,20 @@ async fn read_holders_in(
     // No node behind an exclusive claim that was not converted is granted, so it ends the search.
     while entries.last() != Some(&EXCLUSIVE) && entries.len() < names.len() {
         let rest = &names[entries.len()..];
-        let exclusive = rest.iter().position(|name| named_entry(name) == EXCLUSIVE);
+        let exclusive = rest.iter().position(|name| parse_queued_entry(name) == EXCLUSIVE);
         let batch = exclusive.map_or(rest.len(), |at| at + 1).min(CONCURRENT_READS);
         let read = rest[..batch].iter().map(|name| read_holder(session, dir, name));
         for (name, node) in rest.iter().zip(try_join_all(read).await?) {
             let Some(node) = node else { return Ok(None) };
-            entries.push(match named_entry(name) {
+            entries.push(match parse_queued_entry(name) {
                 QueuedEntry::UpgradeRequest => QueuedEntry::UpgradeRequest,
-                QueuedEntry::Claim(_) => QueuedEntry::Claim(node.mode.mode),
+                QueuedEntry::Claim(_) => QueuedEntry::Claim(node.grant.mode),
             });
             nodes.push((name.clone(), node));
         }
     }
     let unread = &names[entries.len()..];
-    let is_request = |name: &&String| named_entry(name) == QueuedEntry::UpgradeRequest;
+    let is_request = |name: &&String| parse_queued_entry(name) == QueuedEntry::UpgradeRequest;
     let mut holders = QueueHolders {
         requests: names.iter().filter(is_request).cloned().collect(),
         ..QueueHolders::default()
@@ -366,8 +367,8 @@ async fn read_holder(
         }
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let mode = decode_other_mode(name, &data, &stat);
-    Ok(Some(ReadNode { data, mode, watch: None }))
+    let grant = decode_other_grant(name, &data, &stat);
+    Ok(Some(ReadNode { data, grant, watch: None }))
 }
 
 /// The maximum number of watches of a waiter for permits. A waiter with more blockers also polls.

@@ -9,7 +9,7 @@ use registry_core::{Claim, ClaimMode, QueuedEntry};
 use serde::{Deserialize, Serialize};
 use zookeeper_client::Stat;
 
-use crate::queue::named_entry;
+use crate::queue::parse_queued_entry;
 
 #[derive(Serialize, Deserialize)]
 struct NodeData<'a> {
@@ -23,9 +23,10 @@ struct NodeData<'a> {
     token: Option<i64>,
 }
 
-/// The present mode of a claim, and the token of its grant.
+/// The present mode of the claim of a node, and the token of its grant. A conversion changes both,
+/// except that a downgrade keeps the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct NodeMode {
+pub(crate) struct NodeGrant {
     pub(crate) mode: ClaimMode,
     pub(crate) token: i64,
 }
@@ -57,7 +58,7 @@ pub(crate) fn decode_stated_mode(data: &[u8]) -> Option<ClaimMode> {
 /// was created. A claim of Curator's readers-writer lock has no other mode, and its data belongs to
 /// the application.
 pub(crate) fn is_convertible(name: &str) -> bool {
-    let named = named_entry(name);
+    let named = parse_queued_entry(name);
     !is_of_read_write_lock(name)
         && matches!(named, QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
 }
@@ -68,10 +69,10 @@ fn is_of_read_write_lock(name: &str) -> bool {
     ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker))
 }
 
-/// Returns the present mode of the claim of a node. Returns `None` if another program has replaced
+/// Returns the present mode and token of the claim of a node. Returns `None` if another program has replaced
 /// the data of a node that may state a mode.
-pub(crate) fn decode_mode(name: &str, data: &[u8], stat: &Stat) -> Option<NodeMode> {
-    let named = match named_entry(name) {
+pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeGrant> {
+    let named = match parse_queued_entry(name) {
         QueuedEntry::Claim(mode) => mode,
         QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
     };
@@ -80,21 +81,21 @@ pub(crate) fn decode_mode(name: &str, data: &[u8], stat: &Stat) -> Option<NodeMo
         // Another program may have written other data.
         let is_own_data = node_data.is_some() && !is_of_read_write_lock(name);
         let token = if is_own_data { stat.mzxid } else { stat.czxid };
-        return Some(NodeMode { mode: named, token });
+        return Some(NodeGrant { mode: named, token });
     }
     let node_data = node_data?;
     let mode = match node_data.mode.as_deref() {
         None => named,
         Some(text) => text.parse().ok()?,
     };
-    Some(NodeMode { mode, token: node_data.token.unwrap_or(stat.mzxid) })
+    Some(NodeGrant { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
 
-/// As [`decode_mode`]. The claim of a node whose data was replaced is exclusive, which is the safe
+/// As [`decode_grant`]. The claim of a node whose data was replaced is exclusive, which is the safe
 /// assumption of all other claims.
-pub(crate) fn decode_other_mode(name: &str, data: &[u8], stat: &Stat) -> NodeMode {
-    let unknown = NodeMode { mode: ClaimMode::Exclusive, token: stat.czxid };
-    decode_mode(name, data, stat).unwrap_or(unknown)
+pub(crate) fn decode_other_grant(name: &str, data: &[u8], stat: &Stat) -> NodeGrant {
+    let unknown = NodeGrant { mode: ClaimMode::Exclusive, token: stat.czxid };
+    decode_grant(name, data, stat).unwrap_or(unknown)
 }
 
 /// Returns the mode of a claim in the queue of Curator's semaphore. A claim of another program
@@ -190,8 +191,8 @@ mod tests {
                 let name = format!("{ID}-{marker}{number}");
                 assert!(!is_convertible(&name), "{name}");
                 for data in [&b""[..], b"{\"mode\":\"shared\"}", &shared] {
-                    let named = NodeMode { mode, token: 7 };
-                    assert_eq!(decode_mode(&name, data, &stat()), Some(named), "{name}");
+                    let named = NodeGrant { mode, token: 7 };
+                    assert_eq!(decode_grant(&name, data, &stat()), Some(named), "{name}");
                 }
             }
         }
@@ -209,24 +210,24 @@ mod tests {
             (named("-s"), ClaimMode::Shared),
             (named("-p1-2"), ClaimMode::Permits { take: 1, of: 2 }),
         ] {
-            let written = NodeMode { mode, token: 8 };
-            assert_eq!(decode_mode(&name, &data, &stat()), Some(written), "{name}");
+            let written = NodeGrant { mode, token: 8 };
+            assert_eq!(decode_grant(&name, &data, &stat()), Some(written), "{name}");
         }
         // The data of another program does not change the token of a reader.
-        let created = NodeMode { mode: ClaimMode::Shared, token: 7 };
-        assert_eq!(decode_mode(&named("-s"), b"__REVOKE__", &stat()), Some(created));
+        let created = NodeGrant { mode: ClaimMode::Shared, token: 7 };
+        assert_eq!(decode_grant(&named("-s"), b"__REVOKE__", &stat()), Some(created));
         for name in [named(""), named("-u")] {
             for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
-                let converted = NodeMode { mode, token: 9 };
+                let converted = NodeGrant { mode, token: 9 };
                 let data = encode_node_data(&claim(Some("label")), Some(mode), Some(9));
-                assert_eq!(decode_mode(&name, &data, &stat()), Some(converted), "{name}");
+                assert_eq!(decode_grant(&name, &data, &stat()), Some(converted), "{name}");
                 assert_eq!(decode_label(&data).as_deref(), Some("label"));
             }
             // `__REVOKE__` is the request of Curator's `Revoker`.
             for foreign in [&b""[..], b"__REVOKE__", b"{}"] {
-                let exclusive = NodeMode { mode: ClaimMode::Exclusive, token: 7 };
-                assert_eq!(decode_mode(&name, foreign, &stat()), None, "{name}");
-                assert_eq!(decode_other_mode(&name, foreign, &stat()), exclusive, "{name}");
+                let exclusive = NodeGrant { mode: ClaimMode::Exclusive, token: 7 };
+                assert_eq!(decode_grant(&name, foreign, &stat()), None, "{name}");
+                assert_eq!(decode_other_grant(&name, foreign, &stat()), exclusive, "{name}");
             }
         }
     }

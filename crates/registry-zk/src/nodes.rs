@@ -174,7 +174,7 @@ pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
 }
 
 /// Returns the error of a transaction id that is not a valid token.
-pub(crate) fn negative_transaction() -> BackendError {
+pub(crate) fn negative_transaction_error() -> BackendError {
     let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check that the server's data directory was not copied from another server";
     BackendError::new(BackendErrorKind::Protocol, message)
 }

@@ -82,7 +82,7 @@ pub(crate) fn leases_of(queue: &str) -> String {
 /// Returns the entry that a contender's name states. Every contender of another program is
 /// exclusive, except readers in Curator. The data of the node states the present mode of a claim
 /// that was converted.
-pub(crate) fn named_entry(name: &str) -> QueuedEntry {
+pub(crate) fn parse_queued_entry(name: &str) -> QueuedEntry {
     let Some(Contender { before, marker, .. }) = parse_contender(name) else { return EXCLUSIVE };
     match marker {
         READER => return QueuedEntry::Claim(ClaimMode::Shared),
@@ -288,7 +288,7 @@ mod tests {
                 let prefix = node_prefix(claim, naming, entry);
                 for number in ["0000000001", "-2147483648"] {
                     let name = format!("{prefix}{number}");
-                    assert_eq!(named_entry(&name), entry, "{name}");
+                    assert_eq!(parse_queued_entry(&name), entry, "{name}");
                     let children = [name.clone(), "other-lock-0000000002".to_owned()];
                     assert!(claim_nodes(&children, claim, naming).eq([&*name]), "{name}");
                     assert!(claim_nodes(&children, ClaimId::from_bits(1), naming).eq([""; 0]));
@@ -304,7 +304,7 @@ mod tests {
         let [reader, writer] = [ClaimMode::Shared, ClaimMode::Exclusive].map(|mode| {
             let entry = QueuedEntry::Claim(mode);
             let name = node_prefix(claim, naming, entry) + "0000000007";
-            assert_eq!(named_entry(&name), entry, "{name}");
+            assert_eq!(parse_queued_entry(&name), entry, "{name}");
             name
         });
         assert_eq!(reader, "_c_01234567-89ab-cdef-0123-456789abcdef-__READ__0000000007");
@@ -329,7 +329,7 @@ mod tests {
             "ffffffffffffffffffffffffffffffff__lock__0000000001",
             "ffffffffffffffffffffffffffffffff__lock__",
         ] {
-            assert_eq!(named_entry(name), EXCLUSIVE, "{name}");
+            assert_eq!(parse_queued_entry(name), EXCLUSIVE, "{name}");
         }
     }
 

@@ -14,7 +14,7 @@ use zookeeper_client::OneshotWatcher;
 use crate::connection::StoppableClient;
 use crate::layout::Naming;
 use crate::mutex::lock;
-use crate::node_data::NodeMode;
+use crate::node_data::NodeGrant;
 use crate::queue::node_bytes;
 
 /// The queue entry of a claim in one session. The entry ends with its session, and no other session
@@ -76,7 +76,7 @@ pub(crate) struct ClaimNode {
     /// The transaction that created the node.
     pub(crate) czxid: i64,
     /// The present mode of the claim, and the token of its grant.
-    pub(crate) mode: NodeMode,
+    pub(crate) grant: NodeGrant,
     /// The number of writes to the node's data.
     pub(crate) version: i32,
 }

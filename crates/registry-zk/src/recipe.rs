@@ -21,13 +21,13 @@ use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgr
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::ensure_largest_token;
 use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
-use crate::node_data::{NodeMode, encode_node_data};
+use crate::node_data::{NodeGrant, encode_node_data};
 use crate::nodes::{
     CreatedNode, ListedChildren, create_parents, create_sequential, delete, fencing_token,
-    negative_transaction, read_children, read_children_after_confirmation, read_listed_children,
-    sort_contenders,
+    negative_transaction_error, read_children, read_children_after_confirmation,
+    read_listed_children, sort_contenders,
 };
-use crate::queue::{claim_nodes, named_entry, node_prefix};
+use crate::queue::{claim_nodes, node_prefix, parse_queued_entry};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
@@ -60,7 +60,8 @@ pub(crate) async fn try_acquire(
         if state.has_no_node() {
             remove_entry(&session, claim.id(), &entry, &mut state);
         } else if had_no_node {
-            // After a refused attempt, the engine would not release the node.
+            // The attempt created a node. The engine releases the node only after an attempt of
+            // unknown outcome, not after a refused one.
             return attempt.map_err(BackendError::as_unknown);
         }
         return attempt;
@@ -135,7 +136,7 @@ async fn run_attempt(
         let before = &queue.names()[..own];
         // The queue of Curator's semaphore is that of an exclusive lock.
         let is_semaphore = session.config().is_semaphore();
-        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.mode.mode };
+        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
         let watched = state.blockers.as_ref();
         let blockers =
             match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_place)
@@ -249,7 +250,7 @@ async fn create_node(
     state.node = czxid.map(|czxid| ClaimNode {
         path,
         czxid,
-        mode: NodeMode { mode: claim.mode(), token: czxid },
+        grant: NodeGrant { mode: claim.mode(), token: czxid },
         version: 0,
     });
     match listed? {
@@ -285,13 +286,13 @@ async fn resolve_creation(
             // Only a node of this session counts. The servers may delete a node of an earlier
             // session at any time.
             Some(stat) if stat.ephemeral_owner == session.id() && state.node.is_none() => {
-                let QueuedEntry::Claim(mode) = named_entry(name) else {
+                let QueuedEntry::Claim(mode) = parse_queued_entry(name) else {
                     delete(session, &path).await?;
                     continue;
                 };
-                let mode = NodeMode { mode, token: stat.czxid };
+                let grant = NodeGrant { mode, token: stat.czxid };
                 state.node =
-                    Some(ClaimNode { path, czxid: stat.czxid, mode, version: stat.version });
+                    Some(ClaimNode { path, czxid: stat.czxid, grant, version: stat.version });
             }
             Some(_) => delete(session, &path).await.map(drop)?,
             None => {}
@@ -369,8 +370,8 @@ fn grant(
     let until = Moment::now().after(claim.lease());
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
     state.blockers = None;
-    let token = state.node.as_ref().and_then(|node| fencing_token(node.mode.token));
-    let token = token.ok_or_else(negative_transaction)?;
+    let token = state.node.as_ref().and_then(|node| fencing_token(node.grant.token));
+    let token = token.ok_or_else(negative_transaction_error)?;
     Ok(Attempt::Granted(Grant::new(token, lease)))
 }
 
@@ -539,7 +540,7 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
     }
     let found = match claim.mode() {
         _ if session.config().is_semaphore() => modes::find_head(names),
-        // The claim cannot be granted before the end of the head.
+        // An exclusive claim is not granted while the first node of the queue exists.
         ClaimMode::Exclusive => modes::find_head(names),
         mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
             Ok(found) => found,

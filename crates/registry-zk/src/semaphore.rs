@@ -21,7 +21,7 @@ use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Sta
 
 use crate::error::{is_refused, to_backend_error};
 use crate::modes::{Blocker, watch_blockers};
-use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
+use crate::node_data::{NodeGrant, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
 use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
@@ -203,7 +203,7 @@ async fn mark_exclusive(
     match session.with_request_timeout(written).await? {
         Ok(stat) => {
             session.record_majority_response(sent_at);
-            node.mode.token = stat.mzxid;
+            node.grant.token = stat.mzxid;
             Ok(SemaphoreAttempt::Granted)
         }
         Err(Error::NoNode | Error::ConnectionLoss) => Ok(SemaphoreAttempt::Retry),
@@ -279,8 +279,8 @@ async fn take_units(
     };
     state.is_creation_unresolved = false;
     state.clear_node();
-    let mode = NodeMode { mode: claim.mode(), token: czxid };
-    state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
+    let grant = NodeGrant { mode: claim.mode(), token: czxid };
+    state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
     state.further_unit_paths = further_unit_paths;
     Ok(SemaphoreAttempt::Granted)
 }
@@ -307,8 +307,8 @@ pub(crate) async fn resolve_units(
     }
     let mut own = own.into_iter();
     if let Some((path, czxid, mode)) = own.next() {
-        let mode = NodeMode { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
-        state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
+        let grant = NodeGrant { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
+        state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
         state.further_unit_paths = own.map(|(path, ..)| path).collect();
     }
     Ok(())

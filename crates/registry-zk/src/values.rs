@@ -69,7 +69,7 @@ impl ZkBackend {
             let state = entry.state.lock().await;
             // The claim may have had a different node with a different token earlier.
             let has_token = |granted: i64| i64::from(token) == granted;
-            state.node.as_ref().filter(|node| has_token(node.mode.token)).map(|it| it.path.clone())
+            state.node.as_ref().filter(|node| has_token(node.grant.token)).map(|it| it.path.clone())
         };
         let Some(node) = node else { return Ok(ValueWrite::NotHeld) };
         session.wait_until_connected().await?;
