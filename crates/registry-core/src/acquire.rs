@@ -670,7 +670,7 @@ pub(crate) async fn wait_for_attempt(
             () = &mut wake => return Ok(WokenBy::Store),
             () = engine.sleep_until(poll.min(last_attempt_at)) => {}
         }
-        if Moment::now() >= recheck_at || !busy.wakes_confirmed(&claim) {
+        if Moment::now() >= recheck_at || !busy.confirms_wake_ups(&claim) {
             return Ok(WokenBy::Timer);
         }
     }

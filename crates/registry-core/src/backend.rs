@@ -672,8 +672,8 @@ impl Busy {
 
     /// Returns the result of the [`WakeCheck`], or false without one.
     #[must_use]
-    pub fn wakes_confirmed(&self, claim: &Claim) -> bool {
-        self.wake_check.0.as_ref().is_some_and(|check| check.wakes_confirmed(claim, self))
+    pub fn confirms_wake_ups(&self, claim: &Claim) -> bool {
+        self.wake_check.0.as_ref().is_some_and(|check| check.confirms_wake_ups(claim, self))
     }
 }
 
@@ -691,7 +691,7 @@ pub trait WakeCheck: Send + Sync {
     ///
     /// Return true only if the server has confirmed the subscription, its connection has responded
     /// recently, and no message since the `busy` response can have been missed. Must not block.
-    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool;
+    fn confirms_wake_ups(&self, claim: &Claim, busy: &Busy) -> bool;
 }
 
 /// The check of a [`Busy`] response.

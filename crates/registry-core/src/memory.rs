@@ -452,7 +452,7 @@ impl LockAdmin for MemoryBackend {
 }
 
 impl WakeCheck for Records {
-    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, claim: &Claim, busy: &Busy) -> bool {
         // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
         // the end of the lease.
         self.held.get(claim.key()).is_some_and(|record| match &*record {

@@ -58,7 +58,7 @@ enum Storage {
 }
 
 impl WakeCheck for Storage {
-    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, claim: &Claim, _busy: &Busy) -> bool {
         match self {
             Self::Single(store) => store.is_subscribed(claim.key()),
             Self::Quorum(quorum) => quorum.is_subscribed(claim.key()),

@@ -273,7 +273,7 @@ impl WaiterStore for ZkBackend {
 }
 
 impl WakeCheck for SessionPool {
-    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, claim: &Claim, _busy: &Busy) -> bool {
         let found = self.find_entry(claim.id());
         found.is_some_and(|(session, entry)| recipe::are_blockers_watched(&session, &entry, claim))
     }

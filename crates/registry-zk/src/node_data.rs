@@ -69,8 +69,8 @@ fn is_of_read_write_lock(name: &str) -> bool {
     ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker))
 }
 
-/// Returns the present mode and token of the claim of a node. Returns `None` if another program has replaced
-/// the data of a node that may state a mode.
+/// Returns the present mode and token of the claim of a node. Returns `None` if another program has
+/// replaced the data of a node that may state a mode.
 pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeGrant> {
     let named = match parse_queued_entry(name) {
         QueuedEntry::Claim(mode) => mode,

@@ -42,14 +42,14 @@ struct Store {
 struct FixedWakeCheck(AtomicBool);
 
 impl WakeCheck for FixedWakeCheck {
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, _claim: &Claim, _busy: &Busy) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
 impl Store {
-    fn new(wakes_confirmed: bool) -> Self {
-        let wake_check = Arc::new(FixedWakeCheck(wakes_confirmed.into()));
+    fn new(confirms_wake_ups: bool) -> Self {
+        let wake_check = Arc::new(FixedWakeCheck(confirms_wake_ups.into()));
         Self { wake_check, ..Self::default() }
     }
 

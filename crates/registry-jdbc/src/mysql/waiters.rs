@@ -124,7 +124,7 @@ impl fmt::Debug for MySqlReleasePoller {
 impl WakeCheck for PollerShared {
     /// Returns whether the task exists, and the server has recently answered a poll of all due
     /// keys.
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, _claim: &Claim, _busy: &Busy) -> bool {
         let answered_at = *self.answered_at();
         self.waiters.has_task() && answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
     }

@@ -186,7 +186,7 @@ impl fmt::Debug for PgReleaseListener {
 impl WakeCheck for ListenerShared {
     /// Returns whether the listener receives every release since the attempt: it has been connected
     /// since then, and has received its own probe.
-    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, _claim: &Claim, busy: &Busy) -> bool {
         let state = self.state();
         state.is_verified
             && state.complete_since.is_some_and(|complete_since| complete_since <= busy.mark)

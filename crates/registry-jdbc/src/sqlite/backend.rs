@@ -497,7 +497,7 @@ mod tests {
     #[tokio::test]
     async fn a_busy_reply_names_the_holder_and_its_lease() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let (a, b) = (
             folder.open_backend_with_clock(&clock).await,
             folder.open_backend_with_clock(&clock).await,
@@ -525,7 +525,7 @@ mod tests {
     #[tokio::test]
     async fn a_repeated_attempt_of_a_granted_claim_returns_the_same_token() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
         let first = acquire(&backend, &claim).await;
@@ -538,7 +538,7 @@ mod tests {
     #[tokio::test]
     async fn a_repeated_attempt_of_an_expired_claim_is_a_new_grant() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
         let first = acquire_token(&backend, &claim).await;
@@ -549,7 +549,7 @@ mod tests {
     #[tokio::test]
     async fn a_block_of_tokens_is_never_granted_twice() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let mut next = 0;
         for block in [1, 100, 7, u32::MAX, 1, 1] {
@@ -564,7 +564,7 @@ mod tests {
     #[tokio::test]
     async fn a_renewal_never_shortens_the_lease() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
         acquire(&backend, &claim).await;
@@ -579,7 +579,7 @@ mod tests {
     #[tokio::test]
     async fn a_batch_renewal_returns_a_result_for_each_claim() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         // The number of claims exceeds the size of the largest statement, and is no multiple of
         // that size.
@@ -636,7 +636,7 @@ mod tests {
     #[tokio::test]
     async fn only_held_keys_of_the_namespace_are_listed() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let (short, released, held) =
             (claim("short").with_lease(Duration::from_secs(1)), claim("released"), claim("held"));
@@ -657,7 +657,7 @@ mod tests {
         let namespaces = ["", "a", "A", "a\0", "a ", "ä", "a\u{308}"];
         let mut backends = Vec::new();
         for namespace in namespaces {
-            let clock = ManualClock::booted(1);
+            let clock = ManualClock::with_boot_id(1);
             backends.push(
                 super::SqliteBackend::open_with_clock(
                     folder.config().with_namespace(namespace),

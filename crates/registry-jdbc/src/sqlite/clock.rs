@@ -198,9 +198,9 @@ pub(crate) struct ManualClock {
 
 #[cfg(test)]
 impl ManualClock {
-    /// Returns the clock of a host that was booted for the `boot`-th time a minute ago, in the year
-    /// 2001.
-    pub(crate) fn booted(boot: u8) -> std::sync::Arc<Self> {
+    /// Returns the clock of a host that was booted one minute ago, in the year 2001. Clocks with
+    /// different ids belong to different boots.
+    pub(crate) fn with_boot_id(boot: u8) -> std::sync::Arc<Self> {
         std::sync::Arc::new(Self {
             now: 60_000_000.into(),
             wall: 1_000_000_000_000_000.into(),
@@ -289,7 +289,7 @@ mod tests {
     #[tokio::test]
     async fn a_lease_expires_by_the_boot_clock() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let (a, b) = (
             folder.open_backend_with_clock(&clock).await,
             folder.open_backend_with_clock(&clock).await,
@@ -313,7 +313,7 @@ mod tests {
     #[tokio::test]
     async fn a_jump_of_the_wall_clock_neither_shortens_nor_prolongs_a_lease() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let start = clock.wall();
         let mut last = 0;
@@ -335,7 +335,7 @@ mod tests {
     #[tokio::test]
     async fn a_token_is_not_zero_even_if_the_wall_clock_is() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         clock.set_wall(0);
         let backend = folder.open_backend_with_clock(&clock).await;
         assert_eq!(acquire_token(&backend, &claim("k")).await, 1);
@@ -344,7 +344,7 @@ mod tests {
     #[tokio::test]
     async fn after_the_largest_token_an_attempt_fails() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         clock.set_wall(i64::MAX);
         let backend = folder.open_backend_with_clock(&clock).await;
         let last = claim("k");
@@ -357,7 +357,7 @@ mod tests {
     #[tokio::test]
     async fn a_reboot_frees_all_locks_and_tokens_still_grow() {
         let folder = TestFolder::new();
-        let before = ManualClock::booted(1);
+        let before = ManualClock::with_boot_id(1);
         let a = folder.open_backend_with_clock(&before).await;
         before.advance(Duration::from_secs(60 * 60 * 24 * 365));
         let lost = claim("k");
@@ -366,7 +366,7 @@ mod tests {
 
         // The boot clock of the new boot is far behind the old one, and the wall clock starts at
         // zero.
-        let after = ManualClock::booted(2);
+        let after = ManualClock::with_boot_id(2);
         after.set_wall(0);
         let b = folder.open_backend_with_clock(&after).await;
         assert_eq!(b.inspect(&key("k")).await.unwrap(), Vec::new());
@@ -382,7 +382,7 @@ mod tests {
     #[tokio::test]
     async fn a_process_of_another_boot_makes_earlier_processes_fail() {
         let folder = TestFolder::new();
-        let (boot_1, boot_2) = (ManualClock::booted(1), ManualClock::booted(2));
+        let (boot_1, boot_2) = (ManualClock::with_boot_id(1), ManualClock::with_boot_id(2));
         let a = folder.open_backend_with_clock(&boot_1).await;
         let (held, other) = (claim("k"), claim("other"));
         acquire(&a, &held).await;
@@ -400,7 +400,7 @@ mod tests {
     #[tokio::test]
     async fn a_statement_that_waited_for_another_writer_reads_the_clock_again() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let held = claim("k");
         acquire(&backend, &held).await;

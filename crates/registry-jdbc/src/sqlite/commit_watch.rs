@@ -43,7 +43,7 @@ impl CommitWatch {
     }
 
     /// Returns whether reports come only at intervals.
-    pub(super) const fn is_interval(&self) -> bool {
+    pub(super) const fn is_polling(&self) -> bool {
         matches!(self, Self::Interval { .. })
     }
 
@@ -71,7 +71,7 @@ impl CommitWatch {
 
     /// Makes the next interval short, because there is a new waiter.
     pub(super) fn reset_interval(&mut self) {
-        if self.is_interval() {
+        if self.is_polling() {
             *self = Self::interval();
         }
     }

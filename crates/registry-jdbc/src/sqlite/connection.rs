@@ -498,7 +498,7 @@ mod tests {
     #[tokio::test]
     async fn a_failed_commit_is_never_returned_as_a_grant() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         // A deferred constraint is checked at the commit, after the statement has returned its row.
         // A full disk has the same effect on the log, but is harder to create in a test.

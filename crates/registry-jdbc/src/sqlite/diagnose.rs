@@ -106,7 +106,7 @@ mod linux {
                 "this container has its own boot id: its locks do not exclude processes outside of it",
             ));
         }
-        if CommitWatch::start(wal).is_interval() {
+        if CommitWatch::start(wal).is_polling() {
             findings.push(Finding::warning(
                 "the kernel cannot watch the write-ahead log, so waiters poll; raise fs.inotify.max_user_instances \
                  and max_user_watches",

@@ -99,7 +99,7 @@ mod tests {
     #[tokio::test]
     async fn rows_of_free_keys_are_purged_and_their_tokens_are_never_granted_again() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let released = claim("released").with_token_block(1_000);
         let newest = acquire_token(&backend, &released).await;
@@ -127,12 +127,12 @@ mod tests {
     async fn rows_of_an_earlier_boot_are_purged_at_once() {
         let folder = TestFolder::new();
         let first = {
-            let backend = folder.open_backend_with_clock(&ManualClock::booted(1)).await;
+            let backend = folder.open_backend_with_clock(&ManualClock::with_boot_id(1)).await;
             let first = acquire_token(&backend, &claim("k")).await;
             backend.close().await;
             first
         };
-        let clock = ManualClock::booted(2);
+        let clock = ManualClock::with_boot_id(2);
         clock.set_wall(0);
         let backend = folder.open_backend_with_clock(&clock).await;
         assert_eq!(purge_ranges(&backend, 1).await, 1);
@@ -142,7 +142,7 @@ mod tests {
     #[tokio::test]
     async fn a_process_of_an_earlier_boot_purges_nothing() {
         let folder = TestFolder::new();
-        let (old, new) = (ManualClock::booted(1), ManualClock::booted(2));
+        let (old, new) = (ManualClock::with_boot_id(1), ManualClock::with_boot_id(2));
         let stale = folder.open_backend_with_clock(&old).await;
         let live = folder.open_backend_with_clock(&new).await;
         acquire(&live, &claim("k")).await;
@@ -153,7 +153,7 @@ mod tests {
     #[tokio::test]
     async fn a_manually_deleted_row_keeps_its_tokens_reserved() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let first = acquire_token(&backend, &claim("k")).await;
         clock.set_wall(0);
@@ -164,7 +164,7 @@ mod tests {
     #[tokio::test]
     async fn the_purge_covers_a_large_table_of_several_namespaces_in_ranges() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         let insert = |namespace: &'static str| {
             move || {
@@ -193,7 +193,7 @@ mod tests {
     #[tokio::test]
     async fn a_release_purges_rows_at_random() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
         // One release in 256 purges, by the claim's random id. 20,000 releases without a purge are
         // less likely than a disk failure.

@@ -19,8 +19,9 @@ use super::open;
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
 pub(super) const MARKER: &[u8] = b"+";
 
-/// The bit that distinguishes the mark of a row with several claims from a token.
-pub(super) const RECORD_MARK: u64 = 1 << 63;
+/// The bit that is set in the mark of a row with several claims, and not in the mark of a grant, its
+/// token.
+pub(super) const RECORD_MARK_BIT: u64 = 1 << 63;
 
 /// The columns of a row that a change compares and sets. The default is a missing row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -42,7 +43,7 @@ impl SqliteRowState {
     /// Returns the mark of a busy response for this row.
     fn mark(&self) -> u64 {
         if self.has_record() {
-            self.since.cast_unsigned() | RECORD_MARK
+            self.since.cast_unsigned() | RECORD_MARK_BIT
         } else {
             self.token.unwrap_or(0).cast_unsigned()
         }

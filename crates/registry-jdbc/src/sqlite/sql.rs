@@ -335,10 +335,10 @@ pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
     })
 });
 
-/// Returns the held keys, with the tokens of their grants. For a key that several claims can hold,
-/// `since` with the highest bit takes the place of the token. Parameters: now, boot, namespace,
+/// Returns the held keys with their marks. The mark of a grant is its token. The mark of a key that
+/// several claims can hold is `since` with the highest bit set. Parameters: now, boot, namespace,
 /// then the keys.
-pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
+pub(super) static HELD_MARKS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
         text: format!(
@@ -390,7 +390,7 @@ mod tests {
         let mut connection = connection::options(&folder.file()).connect().await.unwrap();
         let renew =
             sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|size| size.text.as_str());
-        let held = sql::HELD_TOKENS.iter().map(|size| size.text.as_str());
+        let held = sql::HELD_MARKS.iter().map(|size| size.text.as_str());
         let all =
             sql::ACQUIRE_ALL.iter().chain(sql::RELEASE_ALL.iter()).map(|size| size.text.as_str());
         let fixed = [

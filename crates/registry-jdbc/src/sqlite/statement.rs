@@ -270,8 +270,8 @@ impl SqliteStatementBinder {
         statement
     }
 
-    /// Binds [`sql::HELD_TOKENS`].
-    pub(super) fn held_tokens(&self, size: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
+    /// Binds [`sql::HELD_MARKS`].
+    pub(super) fn held_marks(&self, size: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
         let mut statement = self.batch_query(size, self.clock.now());
         for key in keys {
             statement = statement.bind(key_bytes(key));

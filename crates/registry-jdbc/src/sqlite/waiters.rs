@@ -5,10 +5,9 @@
 //! so waiting does not slow down writers:
 //!
 //! - The task wakes a waiter if its key is free. The first read after the registration of a waiter
-//!   also wakes it if the key has another grant than the known grant. If several claims can hold
-//!   the key, each change that may let the waiter in wakes it. If a free key is granted
-//!   again before the read, the task does not wake its waiters, so few processes compete for the
-//!   key.
+//!   also wakes it if the key was granted again since the waiter's attempt. At later reads, a key
+//!   that was released and granted again wakes no waiters, so few processes compete for it. If
+//!   several claims can hold the key, each change that may allow the waiter's claim wakes it.
 //! - The kernel reports a commit during its write, just before other processes can read the commit.
 //!   The first read may be too early, so more reads follow.
 //! - Reading takes at most a tenth of the time. Unused time accumulates in a budget, so a single
@@ -28,7 +27,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
-use super::records::RECORD_MARK;
+use super::records::RECORD_MARK_BIT;
 use super::sql;
 use super::statement::SqliteStatementBinder;
 use super::worker::WorkerThread;
@@ -42,9 +41,9 @@ const READ_DELAYS: [Duration; 4] = [
 ];
 /// Reads take at most the total time divided by this number.
 const READ_TIME_DIVISOR: u32 = 10;
-/// The minimum time that the budget charges for each chunk of keys. The measured time excludes the
-/// wake-ups of this thread and of the connection's thread. So with continuous commits, reads are 3
-/// ms apart.
+/// The minimum time that the budget charges for each chunk of keys. The measured time does not
+/// include the time that the operating system needs to schedule this thread and the connection's
+/// thread. With continuous commits, this minimum keeps the reads 3 ms apart.
 const CHUNK_COST_MIN: Duration = Duration::from_micros(300);
 /// The maximum time that the budget charges for each chunk. A longer read probably waited for a
 /// processor, and this wait must not delay the next read.
@@ -60,8 +59,8 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The waiters of this backend.
 pub(super) struct SqliteWaiters {
     watcher: Arc<ReleaseWatcher>,
-    /// Runs the task. A waiter's own runtime may end before other waiters are woken, or have no
-    /// I/O.
+    /// Runs the task. A waiter's own runtime may end before other waiters are woken, or may have no
+    /// I/O driver.
     worker: WorkerThread,
 }
 
@@ -69,14 +68,14 @@ struct ReleaseWatcher {
     reader: Arc<ReconnectingConnection>,
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
-    waiters: Waiters<Key, KnownGrant>,
+    waiters: Waiters<Key, KnownMark>,
     /// Whether the kernel reports commits, and the last read succeeded.
     is_confirmed: AtomicBool,
 }
 
-/// The grant that a waiter knows.
-struct KnownGrant {
-    token: u64,
+/// The mark of the key in the busy response of the waiter's attempt.
+struct KnownMark {
+    mark: u64,
     /// Whether the key has not been read since the registration of the waiter.
     is_new: bool,
 }
@@ -100,11 +99,11 @@ impl SqliteWaiters {
         }
     }
 
-    /// Waits until `key` may be free. `known_token` is the token of the grant that the caller's
-    /// attempt found.
-    pub(super) async fn wait(&self, key: &Key, known_token: u64) {
+    /// Waits until `key` may be free. `known_mark` is the mark of the busy response to the caller's
+    /// attempt: the token of the other grant, or a mark with [`RECORD_MARK_BIT`].
+    pub(super) async fn wait(&self, key: &Key, known_mark: u64) {
         let waiters = &self.watcher.waiters;
-        let waiter = waiters.register(key.clone(), KnownGrant { token: known_token, is_new: true });
+        let waiter = waiters.register(key.clone(), KnownMark { mark: known_mark, is_new: true });
         waiters.ensure_task(|| self.worker.spawn(Arc::clone(&self.watcher).run()));
         waiter.woken().await;
     }
@@ -146,7 +145,7 @@ impl fmt::Debug for SqliteWaiters {
 
 impl WakeCheck for ReleaseWatcher {
     /// Returns whether a release would wake the waiters.
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+    fn confirms_wake_ups(&self, _claim: &Claim, _busy: &Busy) -> bool {
         self.is_confirmed.load(Ordering::Acquire) && self.waiters.has_task()
     }
 }
@@ -160,12 +159,12 @@ impl ReleaseWatcher {
         while self.waiters.wait_for_waiter(IDLE_TIMEOUT).await {
             let succeeded = tokio::select! {
                 () = watch.changed() => {
-                    // The watch may have failed because the log was removed. Then this opens a
-                    // watch of the new log.
-                    if watch.is_interval() {
+                    // The watch polls if it has failed, for example because the log was removed.
+                    // Try to watch the new log.
+                    if watch.is_polling() {
                         self.retry_watch(&mut watch);
                     }
-                    if !watch.is_interval() {
+                    if !watch.is_polling() {
                         schedule = ReadSchedule::starting_now();
                     }
                     self.read_and_wake(WaiterFilter::All, &mut budget).await
@@ -176,13 +175,13 @@ impl ReleaseWatcher {
                 }
                 () = schedule.next_read() => self.read_and_wake(WaiterFilter::All, &mut budget).await,
             };
-            self.is_confirmed.store(succeeded && !watch.is_interval(), Ordering::Release);
+            self.is_confirmed.store(succeeded && !watch.is_polling(), Ordering::Release);
         }
     }
 
     fn retry_watch(&self, watch: &mut CommitWatch) {
         let new_watch = CommitWatch::start(&self.wal);
-        if !new_watch.is_interval() {
+        if !new_watch.is_polling() {
             *watch = new_watch;
         }
     }
@@ -194,12 +193,12 @@ impl ReleaseWatcher {
         let keys = self.waiting_keys(filter);
         let mut chunks = 0;
         let mut succeeded = true;
-        for chunk in keys.chunks(sql::batch_items_max(&*sql::HELD_TOKENS)) {
+        for chunk in keys.chunks(sql::batch_items_max(&*sql::HELD_MARKS)) {
             chunks += 1;
             // A store error wakes no waiter. The waiter's next attempt receives the error and
             // returns it.
-            match self.held_tokens(chunk).await {
-                Ok(held_tokens) => self.wake_waiters(chunk, &held_tokens),
+            match self.held_marks(chunk).await {
+                Ok(held_marks) => self.wake_waiters(chunk, &held_marks),
                 Err(_) => succeeded = false,
             }
         }
@@ -220,29 +219,29 @@ impl ReleaseWatcher {
         keys
     }
 
-    async fn held_tokens(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let size = sql::smallest_batch_for(&*sql::HELD_TOKENS, keys.len());
+    async fn held_marks(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
+        let size = sql::smallest_batch_for(&*sql::HELD_MARKS, keys.len());
         let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
-        let rows = self.reader.fetch_all(move || statements.held_tokens(size, &keys)).await?;
+        let rows = self.reader.fetch_all(move || statements.held_marks(size, &keys)).await?;
         Ok(rows
             .iter()
             .filter_map(|row| {
-                let token: i64 = row.try_get(1).ok()?;
-                Some((row.try_get(0).ok()?, token.cast_unsigned()))
+                let mark: i64 = row.try_get(1).ok()?;
+                Some((row.try_get(0).ok()?, mark.cast_unsigned()))
             })
             .collect())
     }
 
-    fn wake_waiters(&self, keys: &[Key], held_tokens: &HashMap<Vec<u8>, u64>) {
+    fn wake_waiters(&self, keys: &[Key], held_marks: &HashMap<Vec<u8>, u64>) {
         self.waiters.wake_if(|key, known| {
             if keys.binary_search(key).is_err() {
                 return false;
             }
             let is_first_read = std::mem::replace(&mut known.is_new, false);
-            let held_token = held_tokens.get(key.as_str().as_bytes());
-            held_token.is_none_or(|token| {
-                let has_record = (*token | known.token) & RECORD_MARK != 0;
-                (is_first_read || has_record) && *token != known.token
+            let held_mark = held_marks.get(key.as_str().as_bytes());
+            held_mark.is_none_or(|mark| {
+                let is_record = (*mark | known.mark) & RECORD_MARK_BIT != 0;
+                (is_first_read || is_record) && *mark != known.mark
             })
         });
     }
@@ -389,8 +388,8 @@ mod tests {
         let (claim_a, claim_b) = (claim("k"), claim("k"));
         acquire(&a, &claim_a).await;
         let busy_reply = expect_busy(&b, &claim_b).await;
-        let broken = async { a.force_release(&key("k")).await.unwrap() };
-        timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), broken) })
+        let forced_release = async { a.force_release(&key("k")).await.unwrap() };
+        timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), forced_release) })
             .await
             .unwrap();
     }
@@ -440,10 +439,10 @@ mod tests {
         let (claim_a, claim_b) = (claim("k"), claim("k"));
         acquire(&a, &claim_a).await;
         let busy_reply = expect_busy(&b, &claim_b).await;
-        assert!(!busy_reply.wakes_confirmed(&claim_b), "no waiter exists yet");
+        assert!(!busy_reply.confirms_wake_ups(&claim_b), "no waiter exists yet");
         let mut wait = std::pin::pin!(b.wait(&claim_b, &busy_reply));
         let confirmed = async {
-            while !busy_reply.wakes_confirmed(&claim_b) {
+            while !busy_reply.confirms_wake_ups(&claim_b) {
                 sleep(Duration::from_millis(10)).await;
             }
         };
@@ -507,16 +506,16 @@ mod tests {
     async fn a_watch_of_a_removed_log_falls_back_to_intervals() {
         let folder = TestFolder::new();
         let mut watch = CommitWatch::start(&folder.file());
-        assert!(watch.is_interval(), "the log does not exist yet");
+        assert!(watch.is_polling(), "the log does not exist yet");
 
         std::fs::write(folder.file(), "").unwrap();
         watch = CommitWatch::start(&folder.file());
-        assert!(!watch.is_interval());
+        assert!(!watch.is_polling());
         std::fs::write(folder.file(), "x").unwrap();
         timeout(TIMEOUT, watch.changed()).await.unwrap();
         std::fs::remove_file(folder.file()).unwrap();
         let fallen_back = async {
-            while !watch.is_interval() {
+            while !watch.is_polling() {
                 watch.changed().await;
             }
         };
@@ -543,7 +542,7 @@ mod tests {
     #[tokio::test]
     async fn an_expired_lease_is_detected_at_the_first_read() {
         let folder = TestFolder::new();
-        let clock = ManualClock::booted(1);
+        let clock = ManualClock::with_boot_id(1);
         let (a, b) = (
             folder.open_backend_with_clock(&clock).await,
             folder.open_backend_with_clock(&clock).await,
@@ -562,7 +561,7 @@ mod tests {
     async fn latency_of_a_wake_up() {
         let folder = TestFolder::new();
         let (a, b) = (folder.open_backend().await, folder.open_backend().await);
-        let mut spans = Vec::new();
+        let mut latencies = Vec::new();
         for _ in 0..500 {
             let (claim_a, claim_b) = (claim("k"), claim("k"));
             acquire(&a, &claim_a).await;
@@ -578,10 +577,10 @@ mod tests {
                 Instant::now()
             };
             let (released, granted) = tokio::join!(release, wait);
-            spans.push(granted.saturating_duration_since(released));
+            latencies.push(granted.saturating_duration_since(released));
             b.release(&claim_b).await.unwrap();
         }
-        spans.sort_unstable();
-        println!("p50 {:?} p99 {:?} max {:?}", spans[250], spans[495], spans[499]);
+        latencies.sort_unstable();
+        println!("p50 {:?} p99 {:?} max {:?}", latencies[250], latencies[495], latencies[499]);
     }
 }
