@@ -48,7 +48,7 @@ pub struct Election {
 struct Candidate {
     leadership: watch::Sender<Leadership>,
     /// Signals the current term to stop.
-    stop: Mutex<Option<watch::Sender<bool>>>,
+    stop_sender: Mutex<Option<watch::Sender<bool>>>,
     /// Locked while the candidate runs.
     running: tokio::sync::Mutex<()>,
 }
@@ -96,7 +96,7 @@ impl Election {
             data: Arc::default(),
             candidate: Arc::new(Candidate {
                 leadership: watch::Sender::new(Leadership::Follower),
-                stop: Mutex::default(),
+                stop_sender: Mutex::default(),
                 running: tokio::sync::Mutex::default(),
             }),
         }
@@ -129,8 +129,8 @@ impl Election {
     ///
     /// A preference, not a guarantee. A candidate leaves the role to others for at most the length
     /// of a lease; then it leads. A leader does not step down for a candidate with a higher
-    /// priority. Candidates without a priority do not compare it, and candidates of one registry
-    /// have the priority of the first of them. The store must have
+    /// priority. Candidates without a priority ignore the priorities of others. The candidates of
+    /// one registry all have the priority of its first candidate. The store must have
     /// [shared locks](crate::Capabilities::shared), [labels](crate::Capabilities::labels) and
     /// [holders](crate::Capabilities::inspect). While it campaigns, a candidate holds the shared
     /// lock of the key `ROLE/candidates`.
@@ -219,7 +219,8 @@ impl Election {
         }
     }
 
-    /// Emits a failed request for the record. The engine itself emits those for the lock.
+    /// Emits an event for a failed read or write of the role's record. For requests for the lock,
+    /// the engine emits the event.
     fn emit_failure(&self, error: &LockError) {
         if let LockError::Backend { operation, source, .. } = error
             && *operation != "acquire"
@@ -256,7 +257,8 @@ impl Election {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
-        // Read before `Leader` is sent, so that the work of every reported leader begins.
+        // Read before `Leader` is sent: a step-down that follows this report stops the work, but
+        // does not prevent its start.
         let stops_before_work = *stopping.borrow();
         // Dropped last, so that `Follower` is sent after the work has ended and the lock is
         // released.
@@ -320,14 +322,14 @@ impl Election {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
-        // Before the wait for the lock, and again under it.
-        self.record(self.lock.read_value().await?.value.as_ref())?;
+        // A foreign value is an error before the wait for the lock, and again while it is held.
+        self.parse_record(self.lock.read_value().await?.value.as_ref())?;
         let guard = match self.priority {
             Some(priority) => self.lock_by_priority(priority).await?,
             None => self.lock_role().await?,
         };
         let read = guard.read_value().await?;
-        self.record(read.value.as_ref())?;
+        self.parse_record(read.value.as_ref())?;
         let now = read.now.unwrap_or_else(host_time);
         let read_at = Moment::now();
         let label = guard.claim().label().map(str::to_owned);
@@ -336,8 +338,8 @@ impl Election {
         Ok((guard, Vacancy { now, read_at }))
     }
 
-    /// Acquires the lock of the role. Two candidates of one owner would otherwise enter the lock
-    /// together, and lead at the same time.
+    /// Acquires the lock of the role. The owner is new, because two candidates of one owner would
+    /// share the lock by re-entry, and lead at the same time.
     async fn lock_role(&self) -> Result<LockGuard, LockError> {
         self.lock.lock_with(self.options.clone().owner(&Owner::new())).await
     }
@@ -377,8 +379,8 @@ impl Election {
     }
 
     /// Acquires the lock of the role, and releases it again while a candidate with a higher
-    /// priority campaigns. For at most the length of a lease after the term of a leader: that
-    /// candidate may be unable to lead.
+    /// priority campaigns. That candidate may be unable to lead, so after the length of a lease
+    /// without a new leader, this one keeps the lock.
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
         let (mut deadline, mut last_term, mut attempt) = (None, None, 0);
         loop {
@@ -411,7 +413,7 @@ impl Election {
     }
 
     /// Reads the record in the value block of the role.
-    fn record(&self, value: Option<&LockValue>) -> Result<Option<Record>, LockError> {
+    fn parse_record(&self, value: Option<&LockValue>) -> Result<Option<Record>, LockError> {
         let foreign = || LockError::ForeignValue {
             key: self.role().to_owned(),
             expected: "the record of an election",
@@ -426,15 +428,16 @@ impl Election {
     /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
     /// campaigns again; in a fair store, behind all waiting candidates.
     pub fn step_down(&self) -> bool {
-        self.candidate.stop().as_ref().is_some_and(|stop| stop.send(true).is_ok())
+        self.candidate.stop_sender().as_ref().is_some_and(|stop| stop.send(true).is_ok())
     }
 
     /// Returns a receiver that reports whether this candidate leads.
     ///
     /// [`Leadership::Follower`] is sent only after the work has ended, and after the store has
     /// responded to the release or the release has failed. If the future of [`run`](Self::run) is
-    /// dropped, the work is dropped with it, and the background releaser sends it and releases the
-    /// lock. Do not hold a borrow of the receiver across an `.await`: it blocks the sender.
+    /// dropped, the work is dropped with it, and the background releaser sends `Follower` and
+    /// releases the lock. Do not hold a borrow of the receiver across an `.await`: it blocks the
+    /// sender.
     #[must_use]
     pub fn leadership(&self) -> watch::Receiver<Leadership> {
         self.candidate.leadership.subscribe()
@@ -455,7 +458,7 @@ impl Election {
     /// Dropping the future has no effect.
     pub async fn leader(&self) -> Result<Option<Leader>, LockError> {
         let Some(value) = self.lock.value().await? else { return Ok(None) };
-        let Some(record) = self.record(Some(&value))?.filter(|record| record.leads) else {
+        let Some(record) = self.parse_record(Some(&value))?.filter(|record| record.leads) else {
             return Ok(None);
         };
         if self.lock.local_lock()?.engine().capabilities.inspect {
@@ -484,12 +487,13 @@ impl fmt::Debug for Election {
 }
 
 impl Candidate {
-    fn stop(&self) -> std::sync::MutexGuard<'_, Option<watch::Sender<bool>>> {
-        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    fn stop_sender(&self) -> std::sync::MutexGuard<'_, Option<watch::Sender<bool>>> {
+        self.stop_sender.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Creates the record that a term has ended.
+/// Creates the value block of a vacant role, which a leader writes when it steps down. From
+/// [`Election::campaign`].
 #[derive(Debug, Clone, Copy)]
 pub struct Vacancy {
     /// The store's time at `read_at`.
@@ -511,14 +515,14 @@ struct StopSignal<'a>(&'a Candidate);
 
 impl<'a> StopSignal<'a> {
     fn install(candidate: &'a Candidate, stop: watch::Sender<bool>) -> Self {
-        *candidate.stop() = Some(stop);
+        *candidate.stop_sender() = Some(stop);
         Self(candidate)
     }
 }
 
 impl Drop for StopSignal<'_> {
     fn drop(&mut self) {
-        *self.0.stop() = None;
+        *self.0.stop_sender() = None;
     }
 }
 
@@ -565,10 +569,10 @@ impl Drop for ReportedTerm {
 impl Drop for FollowerOnDrop {
     fn drop(&mut self) {
         let (key, token) = (self.local_lock.key().as_str(), self.token);
-        self.candidate.leadership.send_if_modified(|now| {
-            let has_ended = *now == Leadership::Leader(token);
+        self.candidate.leadership.send_if_modified(|current| {
+            let has_ended = *current == Leadership::Leader(token);
             if has_ended {
-                *now = Leadership::Follower;
+                *current = Leadership::Follower;
             }
             has_ended
         });
@@ -613,7 +617,8 @@ impl Term {
     }
 
     /// Waits until [`Election::step_down`] is called, or the registry is closed. The work then has
-    /// the rest of the lease to end, and at most the limit of the close. Never resolves otherwise.
+    /// the rest of the lease to end, and while the registry closes, at most the time limit of the
+    /// close. Never resolves otherwise.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.

@@ -1,6 +1,6 @@
 //! Registers waiting claims in stores without a queue, so that operators can list them.
 //!
-//! The engine registers a claim after it has waited for [`UNREGISTERED_WAIT`], so that short waits
+//! The engine registers a claim after it has waited for [`REGISTER_AFTER`], so that short waits
 //! cost no request. A registration has no effect on grants. It ends with the wait. If the process
 //! ends before that, the registration expires after the claim's lease.
 
@@ -43,14 +43,14 @@ impl Registration {
     }
 
     /// Sends a request that registers the claim, or extends its registration, if one is due: first
-    /// after [`UNREGISTERED_WAIT`], and then at each third of the lease. A waiter calls this at
+    /// after [`REGISTER_AFTER`], and then at each third of the lease. A waiter calls this at
     /// each of its polls. The background releaser runs the request.
     ///
     /// A store error does not affect the wait. The next call repeats the request.
     pub(crate) fn refresh(&mut self) {
         let now = Moment::now();
         let is_due = match &mut self.last_request {
-            None => now.since(self.since) >= UNREGISTERED_WAIT && self.engine.registers_waiters(),
+            None => now.since(self.since) >= REGISTER_AFTER && self.engine.registers_waiters(),
             Some(request) => request.is_due(now, self.claim.lease() / 3),
         };
         if !is_due {
@@ -71,7 +71,8 @@ impl Registration {
 }
 
 impl RegisterRequest {
-    /// Returns whether another request is due: this one has failed, or `interval` has passed since.
+    /// Returns whether another request is due: this one has failed, or it was confirmed and
+    /// `interval` has passed since it was sent.
     fn is_due(&mut self, now: Moment, interval: Duration) -> bool {
         if !self.is_registered {
             match self.response.try_recv() {
@@ -105,7 +106,7 @@ impl Drop for Registration {
 }
 
 /// How long a claim waits before it is registered.
-const UNREGISTERED_WAIT: Duration = Duration::from_secs(1);
+const REGISTER_AFTER: Duration = Duration::from_secs(1);
 /// The maximum number of attempts to remove a registration. If all fail, the registration expires.
 const UNREGISTER_ATTEMPTS_MAX: u32 = 3;
 
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_wait_is_listed_after_a_second_while_it_lasts_and_beyond_its_lease() {
+    async fn a_waiter_is_listed_from_one_second_until_its_wait_ends_even_beyond_its_lease() {
         let store = MemoryBackend::new();
         let (holder, waiter) =
             (registry(&store).build().unwrap(), registry(&store).build().unwrap());
@@ -167,9 +168,9 @@ mod tests {
     async fn a_registry_without_registrations_is_not_listed() {
         let store = MemoryBackend::new();
         let holder = registry(&store).build().unwrap();
-        let quiet = registry(&store).waiters(false).build().unwrap();
+        let unregistered = registry(&store).waiters(false).build().unwrap();
         let held = holder.obtain("orders/42").lock().await.unwrap();
-        let lock = quiet.obtain("orders/42");
+        let lock = unregistered.obtain("orders/42");
         let mut waiting = JoinSet::new();
         waiting.spawn(async move { lock.lock().await });
         tokio::time::sleep(Duration::from_secs(60)).await;

@@ -10,14 +10,14 @@ use crate::error::BackendError;
 use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 
 /// Logs every event with `tracing`, target `lock_registry`. The field `mode` contains the mode of
-/// the lock; for permits, with its units.
+/// the lock; for permits, also the numbers of units.
 ///
 /// | level | events |
 /// |---|---|
-/// | warn | lost locks, failed renewals, claims left to their lease |
-/// | info | start and end of closing, and of the term of a leader |
-/// | debug | all other events |
+/// | warn | lost locks, failed renewals, claims that stay in the store until their lease ends |
+/// | info | a registry begins or ends closing; a leader's term begins or ends |
 /// | trace | local waits, busy responses, renewals |
+/// | debug | all other events |
 ///
 /// The observer also creates three spans of level info. Their parent is the span in which the call
 /// was made, so that a layer such as `tracing-opentelemetry` adds them to its trace. The engine
@@ -126,7 +126,7 @@ impl Observer for TracingObserver {
                 trace!(target: TARGET, ?key, %mode, holder, ?retry_after, "lock busy");
             }
             LockEvent::AttemptFailed { key, mode, error } => {
-                debug!(target: TARGET, ?key, %mode, error = as_source(error), "attempt failed");
+                debug!(target: TARGET, ?key, %mode, error = as_dyn_error(error), "attempt failed");
             }
             LockEvent::GaveUp { key, mode, waited } => {
                 debug!(target: TARGET, ?key, %mode, ?waited, "gave up waiting")
@@ -151,7 +151,7 @@ impl Observer for TracingObserver {
                 trace!(target: TARGET, ?key, %mode, ?valid_for, "lease renewed")
             }
             LockEvent::RenewFailed { key, mode, error, valid_for } => {
-                let error = as_source(error);
+                let error = as_dyn_error(error);
                 warn!(target: TARGET, ?key, %mode, error, ?valid_for, "renewal failed");
             }
             LockEvent::Lost { key, mode, token, reason } => {
@@ -161,7 +161,7 @@ impl Observer for TracingObserver {
                 debug!(target: TARGET, ?key, %mode, ?held_for, "lock released")
             }
             LockEvent::ReleaseFailed { key, mode, error } => {
-                debug!(target: TARGET, ?key, %mode, error = as_source(error), "release failed");
+                debug!(target: TARGET, ?key, %mode, error = as_dyn_error(error), "release failed");
             }
             LockEvent::LeftToLease { key, mode } => {
                 warn!(target: TARGET, ?key, %mode, "claim left to its lease")
@@ -172,7 +172,7 @@ impl Observer for TracingObserver {
     }
 }
 
-fn as_source(error: &BackendError) -> &(dyn std::error::Error + 'static) {
+fn as_dyn_error(error: &BackendError) -> &(dyn std::error::Error + 'static) {
     error
 }
 
