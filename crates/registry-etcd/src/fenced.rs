@@ -12,8 +12,8 @@ use crate::txn::{self, TxnResults};
 
 /// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
-    /// Starts a transaction that is executed only if this guard still holds the lock, in any mode.
-    /// The cluster compares the creation revision of the guard's own key.
+    /// Starts a transaction that is executed only if this guard still holds the lock. Guards of all
+    /// modes can fence. The cluster compares the creation revision of the guard's own key.
     ///
     /// A lease does not protect a write of a process that is suspended and resumes after the lease
     /// has ended. The cluster does not execute a transaction of such a former holder.

@@ -2,8 +2,7 @@
 //!
 //! A lease can expire while its holder is paused, and the holder may notice too late. The holder's
 //! later writes must not take effect. The write and the check are therefore one transaction, and
-//! the database decides. No other module of this crate except `lock_in` uses a connection of the
-//! caller.
+//! the database decides. In this crate, only fences and `lock_in` use a connection of the caller.
 
 use std::future::Future;
 
@@ -71,8 +70,8 @@ pub trait Fence<DB: Database> {
     /// reads anything. Otherwise the server may report a conflict with a later renewal, or the
     /// transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
-    /// The guard of a reader or a permit can fence too. Claims that the transaction must not
-    /// overlap with then wait for its end, including an upgrade of the same guard.
+    /// The guard of a reader or a permit can fence too. Conflicting claims, and an upgrade of the
+    /// same guard, then wait until the transaction ends.
     ///
     /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`, or `LOCK IN SHARE MODE` for
     /// readers and permits. If several claims hold the key, an open transaction blocks the grants,
@@ -81,18 +80,19 @@ pub trait Fence<DB: Database> {
     /// `REPEATABLE READ`, the default of these servers, fence before the transaction reads
     /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that
     /// the snapshot does not contain. If the lock's row shows that the snapshot is older than the
-    /// grant, the fence returns [`FenceError::Busy`]. After a hand-over within this process, the
-    /// row does not show the snapshot's age.
+    /// grant, the fence returns [`FenceError::Busy`]. A hand-over within this process does not
+    /// change the row, so the fence cannot detect that a snapshot is older than the hand-over.
     ///
-    /// In all three databases, a rollback to a savepoint also undoes a fence that is newer than the
+    /// In all databases, a rollback to a savepoint also undoes a fence that is newer than the
     /// savepoint. Fence the outermost transaction, or make sure that the rollback also undoes all
     /// protected writes. The fence locks the row even if it then finds that the lock is lost. In
     /// that case, call [`Transaction::rollback`] at once: a dropped transaction is rolled back only
     /// when its connection is used again or returns to its pool.
     ///
-    /// A session lock or a row lock ends with its connection, and is also fenced by its row: the
-    /// next grant must change the row first. So if the server ends the holder's connection
-    /// unnoticed, the transaction still commits before the next grant or not at all.
+    /// A session lock or a row lock ends with its connection. The next grant must also change the
+    /// lock's row, and waits for this transaction to do so. Therefore, if the server ends the
+    /// holder's connection and the holder does not notice, the transaction still commits before
+    /// the next grant or not at all.
     ///
     /// # Errors
     /// [`FenceError::Lost`] if this guard no longer holds the lock. All other errors mean that the

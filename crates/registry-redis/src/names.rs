@@ -10,9 +10,9 @@
 //! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
 //! | Redisson | `KEY`, `NS:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! `NS` is the namespace and `LOCK` is the name of the lock. A name that contains a hash tag gets
-//! no further braces. In Redisson's channels, any name with an opening brace gets no further
-//! braces, as in Redisson itself.
+//! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` is `LOCK` without further
+//! braces if it already contains a hash tag. In a channel of Redisson it is `LOCK` without further
+//! braces if it contains an opening brace, as in Redisson itself.
 
 use std::borrow::Cow;
 
@@ -123,13 +123,13 @@ impl RedisKeyNames {
         }
     }
 
-    /// Returns a channel of this namespace that belongs to no lock.
+    /// Returns a channel of this namespace that belongs to no lock, to check the right to publish.
     pub(crate) fn probe_channel(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// Returns the Redis key that stores how long clients have observed the current server process.
-    /// This key belongs to no lock.
+    /// Returns the Redis key that stores for how long the server has certainly run: the time for
+    /// which clients have observed the current process. This key belongs to no lock.
     pub(crate) fn process_age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
@@ -183,7 +183,7 @@ impl RedisKeyNames {
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
-        // Other spellings than the output of `lock_name` are not locks.
+        // Only the spelling that `lock_name` returns is a lock: `{%6B}` is not the lock of key `k`.
         (self.lock_name(&key) == name).then_some(key)
     }
 

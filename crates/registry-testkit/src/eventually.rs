@@ -94,21 +94,21 @@ pub fn within<F: Future>(limit: Duration, future: F) -> impl Future<Output = F::
     }
 }
 
-/// An expected event did not occur in time, or can no longer occur.
+/// An expected event did not occur in time, or can no longer occur. Displays as its message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimeoutError {
-    what: String,
+    message: String,
 }
 
 impl TimeoutError {
-    pub(crate) fn new(what: impl Into<String>) -> Self {
-        Self { what: what.into() }
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into() }
     }
 }
 
 impl fmt::Display for TimeoutError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.what)
+        f.write_str(&self.message)
     }
 }
 

@@ -71,7 +71,7 @@ impl<P: SessionProtocol> SqlSessions<P> {
                 Arc::clone(&self.subscribers),
             ))
         });
-        SessionRef { owner: self, session: Some(Arc::clone(session)), name }
+        SessionRef { parent: self, session: Some(Arc::clone(session)), name }
     }
 
     fn sessions(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Arc<SqlSession<P>>>> {
@@ -89,7 +89,7 @@ impl<P: SessionProtocol> fmt::Debug for SqlSessions<P> {
 
 /// A session in use. The drop of the last reference removes a session that holds no lock.
 struct SessionRef<'a, P: SessionProtocol> {
-    owner: &'a SqlSessions<P>,
+    parent: &'a SqlSessions<P>,
     /// `None` only during the drop.
     session: Option<Arc<SqlSession<P>>>,
     name: Vec<u8>,
@@ -105,7 +105,7 @@ impl<P: SessionProtocol> std::ops::Deref for SessionRef<'_, P> {
 
 impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     fn drop(&mut self) {
-        let mut sessions = self.owner.sessions();
+        let mut sessions = self.parent.sessions();
         drop(self.session.take());
         // Clones are created only under this mutex, so the count is exact.
         let is_unused = |session: &Arc<SqlSession<P>>| {
