@@ -89,7 +89,7 @@ struct RoundResult {
 }
 
 pub async fn bench(server: &LockServer) {
-    let (rounds, time) = if is_full_run() { (5, 2_000) } else { (1, 100) };
+    let (rounds, time) = if is_full_run() { (5, 1_500) } else { (1, 100) };
     let time = Duration::from_millis(time);
     // Tests the check itself: it must detect a client without mutual exclusion.
     let unsynchronized =

@@ -17,7 +17,7 @@ const WORK: Duration = Duration::from_millis(2);
 
 /// Runs two processes that compete for the lock all the time.
 pub async fn bench(server: &ZooKeeperServer) {
-    let (rounds, tenures) = if is_full_run() { (5, 500) } else { (1, 5) };
+    let (rounds, tenures) = if is_full_run() { (3, 500) } else { (1, 5) };
     let servers = server.addr().to_string();
     let mut medians = [Vec::new(), Vec::new()];
     let mut round_trips = Vec::new();
