@@ -195,7 +195,9 @@ fn quantity(value: f64, unit: &str) -> String {
 fn number(value: f64) -> String {
     let rounded: f64 = format!("{value:.2e}").parse().unwrap_or(value);
     let decimals = match rounded {
-        0.0..10.0 => 2,
+        0.0..0.01 => 4,
+        0.01..0.1 => 3,
+        0.1..10.0 => 2,
         10.0..100.0 => 1,
         _ => 0,
     };
