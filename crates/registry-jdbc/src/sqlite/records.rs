@@ -19,8 +19,8 @@ use super::open;
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
 pub(super) const MARKER: &[u8] = b"+";
 
-/// The bit that is set in the mark of a row with several claims, and not in the mark of a grant, its
-/// token.
+/// The bit that is set in the mark of a row with several claims, and not in the mark of a grant,
+/// which is its token.
 pub(super) const RECORD_MARK_BIT: u64 = 1 << 63;
 
 /// The columns of a row that a change compares and sets. The default is a missing row.
