@@ -182,6 +182,12 @@ pub(crate) async fn close(registry: &Registry) {
     _ = registry.close(CLOSE_LIMIT).await;
 }
 
+/// Closes `registry` of a command that held no lock, so a store that does not answer must not delay
+/// its end.
+pub(crate) async fn close_reader(registry: &Registry) {
+    let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
+}
+
 /// Closes `registry` after `run` or `hold` has ended with `status`. Waits until `min_hold` is over.
 /// A signal ends this wait, and the key then stays locked until its lease ends.
 pub(crate) async fn close_after(

@@ -502,7 +502,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 
 fn parse_listen(text: &str) -> Result<SocketAddr, String> {
     let text = text.trim();
-    if let Ok(port) = text.trim_start_matches(':').parse() {
+    if let Ok(port) = text.strip_prefix(':').unwrap_or(text).parse() {
         return Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
     }
     let address = match text.strip_prefix("localhost:") {

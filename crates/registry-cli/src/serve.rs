@@ -25,7 +25,7 @@ use tokio_io_timeout::TimeoutStream;
 
 use self::http::{BreakToken, Server};
 use self::monitor::Monitor;
-use crate::acquire::close;
+use crate::acquire::close_reader;
 use crate::args::{self, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::Output;
@@ -98,7 +98,7 @@ impl ServeCommand {
             () = connections => {}
             _ = signals.next_termination() => {}
         }
-        close(&registry).await;
+        close_reader(&registry).await;
         Ok(0)
     }
 }

@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
 use self::view::{Action, View};
-use crate::acquire::close;
+use crate::acquire::close_reader;
 use crate::args::{self, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::{Output, printable};
@@ -51,7 +51,7 @@ pub(crate) async fn top(
     let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
     let shown = show(&mut terminal, &registry, &mut view, args.interval, terminated).await;
     ratatui::restore();
-    close(&registry).await;
+    close_reader(&registry).await;
     shown.map_err(CliError::os("cannot write to the terminal"))?;
     Ok(0)
 }
@@ -63,13 +63,14 @@ async fn show(
     pause: Duration,
     terminated: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let (updates, mut received) = mpsc::unbounded_channel();
+    // A terminal that is not read blocks the drawing, and the senders then wait.
+    let (updates, mut received) = mpsc::channel(UPDATES_MAX);
     // Ends with the process: a thread that reads the terminal cannot be cancelled.
     std::thread::spawn({
         let updates = updates.clone();
         move || {
             while let Ok(event) = event::read() {
-                if updates.send(Update::Input(event)).is_err() {
+                if updates.blocking_send(Update::Input(event)).is_err() {
                     return;
                 }
             }
@@ -114,28 +115,24 @@ async fn show(
 
 /// Takes snapshots until the receiver of `updates` is dropped. To limit the load of the store, the
 /// pause before a snapshot is at least as long as the last snapshot took.
-async fn take_snapshots(
-    registry: Arc<Registry>,
-    pause: Duration,
-    updates: mpsc::UnboundedSender<Update>,
-) {
+async fn take_snapshots(registry: Arc<Registry>, pause: Duration, updates: mpsc::Sender<Update>) {
     let mut took = Duration::ZERO;
     loop {
         sleep(pause.max(took)).await;
         let started = std::time::Instant::now();
         let snapshot = Snapshot::take(&registry).await;
         took = started.elapsed();
-        if updates.send(Update::Snapshot(snapshot)).is_err() {
+        if updates.send(Update::Snapshot(snapshot)).await.is_err() {
             return;
         }
     }
 }
 
-fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::UnboundedSender<Update>) {
+fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::Sender<Update>) {
     let (registry, updates) = (Arc::clone(registry), updates.clone());
     tokio::spawn(async move {
         let released = registry.force_release(key.as_str()).await;
-        _ = updates.send(Update::Broken(key, released));
+        _ = updates.send(Update::Broken(key, released)).await;
     });
 }
 
@@ -157,3 +154,5 @@ fn terminated() -> impl Future<Output = ()> {
 
 /// The interval at which the ages on the screen are updated between two snapshots.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(500);
+/// The number of updates that may wait to be drawn.
+const UPDATES_MAX: usize = 4;

@@ -38,6 +38,8 @@ pub(crate) struct Frame {
     pub(crate) snapshot: Arc<Snapshot>,
     /// The time of the snapshot in milliseconds since 1970.
     pub(crate) taken_at_ms: u64,
+    /// The time of the last attempt, which may have failed.
+    tried_at_ms: u64,
     /// The duration of the snapshot.
     pub(crate) took: Duration,
     /// The error of the last attempt to take a snapshot, if it failed.
@@ -85,6 +87,9 @@ struct Update<'a> {
     all: bool,
     /// The time of the snapshot.
     at: u64,
+    /// The time of the server, for the difference to the clock of the browser. After failures, `at`
+    /// is much older.
+    now: u64,
     error: Option<&'a str>,
     /// Grants per second.
     rate: f64,
@@ -105,6 +110,13 @@ const PROCESSOR_SHARE: f64 = 0.04;
 /// The maximum pause for the sake of [`PROCESSOR_SHARE`], so that the page never shows much older
 /// data.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// The pause after a reading in multiples of its duration. Limits the load of a store that has to
+/// search for the locks, such as Redis among millions of other keys.
+const STORE_REST: u32 = 4;
+
+/// The maximum pause after a reading that failed.
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 impl Monitor {
     /// Takes the first snapshot, and returns a monitor that has published it.
@@ -159,13 +171,21 @@ impl Monitor {
         let mut grants = GrantCounter::default();
         grants.record(&self.frame().snapshot);
         let mut budget = ProcessorBudget::new();
+        let mut took = Duration::ZERO;
         loop {
+            let before = self.frame();
+            // With a long interval, one failure would otherwise count for all of it.
+            let interval =
+                if before.error.is_some() { interval.min(RETRY_PAUSE) } else { interval };
+            let pause = budget.pause(interval).max((took * STORE_REST).min(PAUSE_MAX));
             tokio::select! {
-                () = sleep(budget.pause(interval)) => {}
+                () = sleep(pause) => {}
                 () = self.refresh.notified() => {}
             }
-            let before = self.frame();
-            let frame = match Snapshot::take(&self.registry).await {
+            let started_at = Instant::now();
+            let snapshot = Snapshot::take(&self.registry).await;
+            took = if snapshot.is_ok() { started_at.elapsed() } else { Duration::ZERO };
+            let frame = match snapshot {
                 Ok(snapshot) => {
                     grants.record(&snapshot);
                     let mut frame = Frame::new(snapshot, Some(&before));
@@ -188,13 +208,14 @@ impl Monitor {
 impl Frame {
     fn new(snapshot: Snapshot, before: Option<&Self>) -> Self {
         let took = snapshot.age();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = time_since_1970();
         let taken_at_ms = whole_millis(now.saturating_sub(took));
         let rows = rows_of(&snapshot, taken_at_ms, before.map(|frame| &*frame.rows));
         Self {
             graph: Arc::new(WaitGraph::of(&snapshot)),
             snapshot: Arc::new(snapshot),
             taken_at_ms,
+            tried_at_ms: whole_millis(now),
             took,
             error: None,
             failures: before.map_or(0, |frame| frame.failures),
@@ -212,6 +233,7 @@ impl Frame {
             snapshot: Arc::clone(&self.snapshot),
             graph: Arc::clone(&self.graph),
             rows: Arc::clone(&self.rows),
+            tried_at_ms: whole_millis(time_since_1970()),
             error: Some(error),
             failures: self.failures + 1,
             whole: OnceLock::new(),
@@ -246,6 +268,7 @@ impl Frame {
         Update {
             all,
             at: self.taken_at_ms,
+            now: self.tried_at_ms,
             error: self.error.as_deref(),
             rate: self.grants_per_second,
             held: self.snapshot.holders.len(),
@@ -363,6 +386,10 @@ impl ProcessorBudget {
         let owed = self.owed + used.div_f64(PROCESSOR_SHARE);
         self.owed = owed.saturating_sub(elapsed).min(PAUSE_MAX);
     }
+}
+
+fn time_since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 fn processor_time() -> Duration {

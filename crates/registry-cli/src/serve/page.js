@@ -141,18 +141,26 @@ function sentence(wait) {
   return line;
 }
 
+const DEADLOCKS_MAX = 5;
+
 function drawWaits() {
   const alarm = byId("alarm");
   alarm.hidden = graph.deadlocks.length === 0;
-  fill(alarm, graph.deadlocks.map((labels, index) => {
+  const alarms = graph.deadlocks.slice(0, DEADLOCKS_MAX).map((labels, index) => {
     const line = element("p");
     line.append(element("strong", "Possible deadlock: "));
-    graph.waits.filter((wait) => wait.deadlock === index).slice(0, 10).forEach((wait, position) => {
+    const waits = graph.waits.filter((wait) => wait.deadlock === index).slice(0, 10);
+    // The list of waits is limited, so those of this deadlock may be missing.
+    if (waits.length === 0) labels.slice(0, 10).forEach((label, position) => line.append(position ? ", " : "", textOf(label)));
+    waits.forEach((wait, position) => {
       line.append(position ? "; " : "", textOf(wait.waiter), " waits for ", textOf(wait.key), ", held by ", textOf(wait.holder));
     });
     if (labels.length > 10) line.append("; " + labels.length + " labels in all");
     return line;
-  }));
+  });
+  const others = graph.deadlocks.length - alarms.length;
+  if (others) alarms.push(element("p", "and " + others + " more"));
+  fill(alarm, alarms);
   byId("waits").hidden = graph.waits.length === 0;
   const listed = graph.waits.slice(0, 50);
   const lines = listed.map(sentence);
@@ -335,14 +343,28 @@ function drawNumbers() {
 }
 
 let connected = true;
-const source = new EventSource("events");
-source.onopen = () => { connected = true; drawNumbers(); };
-source.onerror = () => { connected = false; drawNumbers(); };
-source.onmessage = (event) => {
+let source = null;
+
+// Browsers open at most six connections to a server. If hidden pages kept theirs, a seventh page
+// would not load, and no page could fetch past holders or release a lock.
+function connect() {
+  if (document.hidden) {
+    if (source) source.close();
+    source = null;
+    return;
+  }
+  if (source) return;
+  source = new EventSource("events");
+  source.onopen = () => { connected = true; drawNumbers(); };
+  source.onerror = () => { connected = false; drawNumbers(); };
+  source.onmessage = receive;
+}
+
+function receive(event) {
   const update = JSON.parse(event.data);
   connected = true;
   numbers = update;
-  clockOffset = Math.min(clockOffset, Date.now() - update.at);
+  clockOffset = Math.min(clockOffset, Date.now() - update.now);
   if (update.all) locks.clear();
   for (const key of update.removed) locks.delete(key);
   for (const row of update.set) locks.set(row.key, row);
@@ -352,7 +374,7 @@ source.onmessage = (event) => {
   }
   draw();
   drawHistory();
-};
+}
 
 function draw() {
   if (document.hidden) return;
@@ -372,6 +394,7 @@ for (const button of document.querySelectorAll("#locks th button")) {
 }
 byId("close").addEventListener("click", () => select(null));
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") select(null); });
-document.addEventListener("visibilitychange", draw);
+document.addEventListener("visibilitychange", () => { connect(); draw(); });
 byId("break").addEventListener("submit", breakLock);
 setInterval(draw, 1000);
+connect();

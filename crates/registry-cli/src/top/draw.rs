@@ -8,7 +8,7 @@ use ratatui::Frame;
 use ratatui::layout::{Constraint, Flex, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row as TableRow, Table, Wrap};
+use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row as TableRow, Table, TableState, Wrap};
 
 use super::view::{Focus, Row, SortColumn, View};
 use crate::output::{format_coarse, printable};
@@ -27,7 +27,7 @@ pub(crate) fn draw(frame: &mut Frame<'_>, view: &mut View) {
             let label = holder.and_then(|row| row.holder.as_ref()?.label.as_deref());
             let held_by = label.map_or_else(|| "another client".to_owned(), printable);
             let text = format!(
-                "{} is held by {held_by}.\n\nUntil the holder detects the loss, at its next renewal at the latest, two holders may run.\n\ny: release it by force    any other key: cancel",
+                "y: release it by force    any other key: cancel\n\n{} is held by {held_by}.\n\nUntil the holder detects the loss, at its next renewal at the latest, two holders may run.",
                 printable(key.as_str())
             );
             draw_popup(frame, " Release by force ", &text, 10);
@@ -88,7 +88,19 @@ fn draw_table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     ])
     .style(Style::new().add_modifier(Modifier::BOLD));
     let age = view.age();
-    let rows: Vec<TableRow<'_>> = view.rows.iter().map(|row| table_row(row, age)).collect();
+    // Only visible rows are formatted, because there may be thousands.
+    let visible = usize::from(area.height.saturating_sub(1)).max(1);
+    let selected = view.table.selected();
+    let first = view
+        .table
+        .offset()
+        .max(selected.map_or(0, |selected| (selected + 1).saturating_sub(visible)))
+        .min(selected.unwrap_or(usize::MAX))
+        .min(view.rows.len().saturating_sub(visible));
+    *view.table.offset_mut() = first;
+    let shown = view.rows.iter().skip(first).take(visible);
+    let rows: Vec<TableRow<'_>> = shown.map(|row| table_row(row, age)).collect();
+    let mut state = TableState::new().with_selected(selected.map(|selected| selected - first));
     let widths = [
         Constraint::Fill(1),
         Constraint::Length(10),
@@ -102,7 +114,7 @@ fn draw_table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         .header(header)
         .column_spacing(1)
         .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
-    frame.render_stateful_widget(table, area, &mut view.table);
+    frame.render_stateful_widget(table, area, &mut state);
 }
 
 fn table_row(row: &Row, age: Duration) -> TableRow<'static> {
@@ -172,8 +184,9 @@ fn describe_waiter(waiter: &WaitingClaim) -> String {
 
 fn draw_popup(frame: &mut Frame<'_>, title: &'static str, text: &str, height_max: u16) {
     let area = frame.area();
-    let width = area.width.saturating_sub(8).min(90);
-    let height = area.height.saturating_sub(4).min(height_max);
+    // A small terminal has no room for margins.
+    let width = area.width.saturating_sub(8).max(area.width.min(40)).min(90);
+    let height = area.height.saturating_sub(4).max(area.height.min(8)).min(height_max);
     let [row] = Layout::vertical([Constraint::Length(height)]).flex(Flex::Center).areas(area);
     let [popup] = Layout::horizontal([Constraint::Length(width)]).flex(Flex::Center).areas(row);
     frame.render_widget(Clear, popup);

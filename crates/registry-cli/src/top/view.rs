@@ -238,11 +238,14 @@ impl Row {
 
     /// Compares two rows by a column, and by their keys if it is equal.
     fn compare(&self, other: &Self, column: SortColumn) -> Ordering {
-        let holder = |row: &Self| row.holder.clone();
-        let label = |row: &Self| holder(row).and_then(|holder| holder.label);
-        let held_for = |row: &Self| holder(row).and_then(|holder| holder.held_for);
-        let lease_left = |row: &Self| holder(row).and_then(|holder| holder.lease_left);
-        let token = |row: &Self| holder(row).and_then(|holder| holder.token);
+        fn label(row: &Row) -> Option<&str> {
+            row.holder.as_ref()?.label.as_deref()
+        }
+        let holder =
+            |row: &Self| row.holder.as_ref().map(|it| (it.held_for, it.lease_left, it.token));
+        let held_for = |row: &Self| holder(row).and_then(|(held_for, ..)| held_for);
+        let lease_left = |row: &Self| holder(row).and_then(|(_, lease_left, _)| lease_left);
+        let token = |row: &Self| holder(row).and_then(|(.., token)| token);
         let by_column = match column {
             SortColumn::Key => Ordering::Equal,
             SortColumn::HeldBy => label(self).cmp(&label(other)),
