@@ -338,12 +338,30 @@ pub(crate) fn describe_holder(holder: Option<&Holder>) -> String {
 /// Returns `text` unchanged if a terminal shows it unchanged, otherwise quoted and escaped. Keys
 /// and labels come from other users.
 pub(crate) fn printable(text: &str) -> String {
+    // Invisible characters, and characters that change the direction of the text.
     let is_misleading = |c: char| {
         c.is_control()
-            || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+            || matches!(
+                c,
+                '\u{ad}' | '\u{61c}' | '\u{115f}' | '\u{1160}' | '\u{180e}' | '\u{200b}'
+                    ..='\u{200f}'
+            )
+            || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{3164}' | '\u{feff}' | '\u{ffa0}')
+            || matches!(c, '\u{e0000}'..='\u{e0fff}')
     };
     let is_plain = !text.is_empty() && !text.contains(is_misleading) && text.trim() == text;
-    if is_plain { text.to_owned() } else { format!("{text:?}") }
+    if is_plain {
+        return text.to_owned();
+    }
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' | '\n' | '\r' | '\t' => quoted.extend(c.escape_default()),
+            c if is_misleading(c) => quoted.extend(c.escape_unicode()),
+            c => quoted.push(c),
+        }
+    }
+    quoted + "\""
 }
 
 /// Formats a time for text output: in seconds from 1 s on, otherwise in milliseconds.
@@ -372,6 +390,8 @@ mod tests {
         assert_eq!(printable("orders/42 ü"), "orders/42 ü");
         assert_eq!(printable("a\x1b[31mb"), r#""a\u{1b}[31mb""#);
         assert_eq!(printable("a\u{202e}b"), r#""a\u{202e}b""#);
+        assert_eq!(printable("a\"\\\n\u{3164}"), r#""a\"\\\n\u{3164}""#);
+        assert_eq!(printable(r"a\u{a}"), r"a\u{a}");
         assert_eq!(printable(" a"), r#"" a""#);
         assert_eq!(printable(""), r#""""#);
     }

@@ -47,7 +47,8 @@ impl ServeCommand {
         let store = StoreConfig::choose(global)?;
         let break_token = break_token(&args)?;
         // On other addresses, any name may be a valid name of this host.
-        let hosts = args.listen.ip().is_loopback().then_some(args.allow_host);
+        let is_local = args.listen.ip().to_canonical().is_loopback();
+        let hosts = (is_local || !args.allow_host.is_empty()).then_some(args.allow_host);
         let (address, interval) = (args.listen, args.interval);
         Ok(Self { store, address, interval, break_token, hosts })
     }
@@ -80,7 +81,7 @@ impl ServeCommand {
             age_limit: AGE_LIMIT.max(self.interval * 3),
             output,
         });
-        if !address.ip().is_loopback() {
+        if !address.ip().to_canonical().is_loopback() {
             output.notice(
                 "warning",
                 &format!(
@@ -161,6 +162,8 @@ async fn answer(stream: TcpStream, router: Router) {
     _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(CLIENT_TIMEOUT)
+        // A client may close its sending side after its request.
+        .half_close(true)
         .serve_connection(TokioIo::new(Box::pin(stream)), TowerToHyperService::new(router))
         .await;
 }

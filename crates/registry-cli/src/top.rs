@@ -47,6 +47,13 @@ pub(crate) async fn top(
     let first = Snapshot::take(&registry).await?;
     let mut view = View::new(registry.capabilities().store, registry.capabilities().waiters);
     view.record(Ok(first));
+    let signal = terminated();
+    // A terminal that is not read blocks this thread while it draws.
+    tokio::spawn(async {
+        signal.await;
+        sleep(EXIT_LIMIT).await;
+        std::process::exit(0);
+    });
     let terminated = terminated();
     let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
     let shown = show(&mut terminal, &registry, &mut view, args.interval, terminated).await;
@@ -136,17 +143,19 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::Sender<Update>
     });
 }
 
-/// Returns a future that waits for SIGTERM or SIGHUP, so that the terminal can be restored before
+/// Returns a future that waits for SIGTERM, SIGINT or SIGHUP, so that the terminal can be restored before
 /// the process ends. The signals are caught from the call on.
 fn terminated() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
-    let signals = (signal(SignalKind::terminate()), signal(SignalKind::hangup()));
+    let signals =
+        [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()].map(signal);
     async move {
-        let (Ok(mut terminate), Ok(mut hangup)) = signals else {
+        let [Ok(mut terminate), Ok(mut interrupt), Ok(mut hangup)] = signals else {
             return std::future::pending().await;
         };
         tokio::select! {
             _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
             _ = hangup.recv() => {}
         }
     }
@@ -154,5 +163,7 @@ fn terminated() -> impl Future<Output = ()> {
 
 /// The interval at which the ages on the screen are updated between two snapshots.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(500);
+/// The maximum time from a signal to the end of the process.
+const EXIT_LIMIT: Duration = Duration::from_secs(3);
 /// The number of updates that may wait to be drawn.
 const UPDATES_MAX: usize = 4;

@@ -37,6 +37,9 @@ pub(crate) struct History {
 const ENDED_MAX: usize = 20_000;
 const ENDED_BYTES_MAX: usize = 16 << 20;
 
+/// The maximum number of holds in one answer.
+const ANSWER_MAX: usize = 500;
+
 impl History {
     /// Records the holders of a snapshot that was taken at `at_ms`. Ends the open holds that
     /// `holders` does not contain.
@@ -70,10 +73,12 @@ impl History {
         }
     }
 
-    /// Returns the recorded holds of `key`, sorted by their beginnings.
+    /// Returns the newest recorded holds of `key`, at most [`ANSWER_MAX`], sorted by their
+    /// beginnings.
     pub(crate) fn of(&self, key: &Key) -> Vec<ObservedHold> {
-        let all = self.ended.iter().chain(self.open.values());
-        let mut holds: Vec<_> = all.filter(|hold| hold.key == *key).cloned().collect();
+        let newest = self.open.values().chain(self.ended.iter().rev());
+        let mut holds: Vec<_> =
+            newest.filter(|hold| hold.key == *key).take(ANSWER_MAX).cloned().collect();
         holds.sort_by_key(|hold| (hold.began_ms, hold.token));
         holds
     }
@@ -117,8 +122,10 @@ mod tests {
         for token in 1..=ENDED_MAX as u64 + 10 {
             history.record(&[holder("a", token, 0)], token);
         }
-        let first = &history.of(&Key::new("a").unwrap())[0];
-        assert_eq!((history.ended.len(), first.began_ms), (ENDED_MAX, 10));
+        assert_eq!((history.ended.len(), history.ended[0].began_ms), (ENDED_MAX, 10));
+        let answer = history.of(&Key::new("a").unwrap());
+        let newest = ENDED_MAX as u64 + 10;
+        assert_eq!((answer.len(), answer[ANSWER_MAX - 1].began_ms), (ANSWER_MAX, newest));
         let long = "x".repeat(4_000);
         for token in 1..=ENDED_BYTES_MAX as u64 / 4_000 + 10 {
             history.record(&[holder(&long, token, 0)], token);

@@ -115,7 +115,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(60);
 /// search for the locks, such as Redis among millions of other keys.
 const STORE_REST: u32 = 4;
 
-/// The maximum pause after a reading that failed.
+/// The maximum pause after a reading that failed, and because of requests.
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 impl Monitor {
@@ -170,19 +170,23 @@ impl Monitor {
     pub(crate) async fn run(&self, interval: Duration) {
         let mut grants = GrantCounter::default();
         grants.record(&self.frame().snapshot);
-        let mut budget = ProcessorBudget::new();
+        // Requests of clients must not delay the readings as long as expensive readings may.
+        let mut reading = ProcessorDebt::new(PAUSE_MAX);
+        let mut requests = ProcessorDebt::new(RETRY_PAUSE);
         let mut took = Duration::ZERO;
+        let (mut ended_at, mut used_at_end) = (Instant::now(), processor_time());
         loop {
             let before = self.frame();
             // With a long interval, one failure would otherwise count for all of it.
             let interval =
                 if before.error.is_some() { interval.min(RETRY_PAUSE) } else { interval };
-            let pause = budget.pause(interval).max((took * STORE_REST).min(PAUSE_MAX));
+            let rest = (took * STORE_REST).min(PAUSE_MAX);
+            let pause = interval.max(rest).max(reading.owed).max(requests.owed);
             tokio::select! {
                 () = sleep(pause) => {}
                 () = self.refresh.notified() => {}
             }
-            let started_at = Instant::now();
+            let (started_at, used_at_start) = (Instant::now(), processor_time());
             let snapshot = Snapshot::take(&self.registry).await;
             took = if snapshot.is_ok() { started_at.elapsed() } else { Duration::ZERO };
             let frame = match snapshot {
@@ -197,11 +201,19 @@ impl Monitor {
                 Err(error) => before.failed(error.to_string()),
             };
             let event = frame.changes_since(&before);
-            let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
-            *published = Arc::new(frame);
-            // Sending fails only if no page is open.
-            _ = self.changes.send(event);
+            self.publish(frame, event);
+            let (now, used) = (Instant::now(), processor_time());
+            reading.spend(used.saturating_sub(used_at_start), now - ended_at);
+            requests.spend(used_at_start.saturating_sub(used_at_end), now - ended_at);
+            (ended_at, used_at_end) = (now, used);
         }
+    }
+
+    fn publish(&self, frame: Frame, event: Bytes) {
+        let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
+        *published = Arc::new(frame);
+        // Sending fails only if no page is open.
+        _ = self.changes.send(event);
     }
 }
 
@@ -358,33 +370,22 @@ impl Claimant {
     }
 }
 
-/// Limits the processor time of this process by longer pauses between snapshots.
-struct ProcessorBudget {
-    measured_at: Instant,
-    /// The processor time of this process at `measured_at`.
-    used: Duration,
-    /// The pause after which the average share of this process is [`PROCESSOR_SHARE`].
+/// Limits processor time by longer pauses between snapshots.
+struct ProcessorDebt {
+    /// The pause after which the average share is [`PROCESSOR_SHARE`].
     owed: Duration,
+    owed_max: Duration,
 }
 
-impl ProcessorBudget {
-    fn new() -> Self {
-        Self { measured_at: Instant::now(), used: processor_time(), owed: Duration::ZERO }
-    }
-
-    /// Returns the pause before the next snapshot: `interval`, or longer if this process has used
-    /// more processor time than its share.
-    fn pause(&mut self, interval: Duration) -> Duration {
-        let (now, used) = (Instant::now(), processor_time());
-        self.spend(used.saturating_sub(self.used), now - self.measured_at);
-        (self.measured_at, self.used) = (now, used);
-        interval.max(self.owed)
+impl ProcessorDebt {
+    fn new(owed_max: Duration) -> Self {
+        Self { owed: Duration::ZERO, owed_max }
     }
 
     /// Adds processor time that was used within `elapsed`.
     fn spend(&mut self, used: Duration, elapsed: Duration) {
         let owed = self.owed + used.div_f64(PROCESSOR_SHARE);
-        self.owed = owed.saturating_sub(elapsed).min(PAUSE_MAX);
+        self.owed = owed.saturating_sub(elapsed).min(self.owed_max);
     }
 }
 
@@ -405,7 +406,7 @@ mod tests {
     fn the_average_processor_share_is_limited_for_expensive_snapshots() {
         let interval = Duration::from_secs(1);
         for (used_ms, rounds) in [(5, 1.0), (100, 2.5), (1_000, 25.0)] {
-            let mut budget = ProcessorBudget::new();
+            let mut budget = ProcessorDebt::new(PAUSE_MAX);
             let used = Duration::from_millis(used_ms);
             let mut pause = interval;
             let mut elapsed = Duration::ZERO;

@@ -6,7 +6,7 @@ const mayBreak = document.documentElement.dataset.mayBreak === "yes";
 const store = document.documentElement.dataset.store;
 
 const locks = new Map();
-let graph = { waits: [], omitted: 0, deadlocks: [] };
+let graph = { waits: [], omitted: 0, is_complete: true, deadlocks: [] };
 let numbers = null;
 // The difference between the clocks of this browser and of the server. It is the minimum over all
 // events, because the delay of an event increases the measured difference.
@@ -17,11 +17,17 @@ let selected = null;
 
 const serverNow = () => Date.now() - (Number.isFinite(clockOffset) ? clockOffset : 0);
 
-// Characters that are invisible or change the direction of the text are shown as escapes.
-const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/gu;
+// Invisible characters, and characters that change the direction of the text.
+const HIDDEN = new RegExp("[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f"
+  + "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\u{e0000}-\\u{e0fff}]", "gu");
+const ESCAPES = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
+
+// Quotes a text with such characters and escapes them, as the commands of `lockreg` do.
 function printable(text) {
-  if (text === "") return "\"\"";
-  return text.replace(HIDDEN, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
+  if (text !== "" && text.trim() === text && text.search(HIDDEN) === -1) return text;
+  const escaped = text.replace(/["\\]/g, "\\$&")
+    .replace(HIDDEN, (c) => ESCAPES[c] || "\\u{" + c.codePointAt(0).toString(16) + "}");
+  return "\"" + escaped + "\"";
 }
 
 function shortened(text, length) {
@@ -166,6 +172,7 @@ function drawWaits() {
   const lines = listed.map(sentence);
   const omitted = graph.waits.length - listed.length + graph.omitted;
   if (omitted) lines.push(element("li", "and " + omitted + " more", "weak"));
+  if (!graph.is_complete) lines.push(element("li", "There are too many waits to examine all; deadlocks may be missing.", "weak"));
   fill(document.querySelector("#waits ul"), lines);
   fill(byId("graph"), graph.waits.length ? [drawGraph(graph.waits.slice(0, 40))] : []);
 }
@@ -271,14 +278,19 @@ const address = (key) => "api/locks?key=" + encodeURIComponent(key);
 const LANES_MAX = 12;
 const HISTORY_MS = 30 * 60 * 1000;
 
+let fetching = null;
+
 async function drawHistory() {
   const key = selected;
-  if (key === null) return;
+  if (key === null || fetching === key) return;
+  fetching = key;
   let history;
   try {
     history = (await (await fetch(address(key))).json()).history || [];
   } catch {
     return;
+  } finally {
+    if (fetching === key) fetching = null;
   }
   if (selected !== key) return;
   const now = serverNow();

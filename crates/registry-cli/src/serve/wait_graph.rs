@@ -32,6 +32,8 @@ pub(crate) struct WaitGraph {
     pub(crate) waits: Vec<Wait>,
     /// The number of further waits, which `waits` does not contain.
     pub(crate) omitted: usize,
+    /// Whether all waits were examined. If not, deadlocks may be missing.
+    pub(crate) is_complete: bool,
     /// Groups of labels that wait for each other in a cycle.
     pub(crate) deadlocks: Vec<Vec<String>>,
 }
@@ -55,7 +57,7 @@ struct Request<'a> {
 
 impl WaitGraph {
     pub(crate) fn of(snapshot: &Snapshot) -> Self {
-        let requests = requests_of(snapshot);
+        let (requests, is_complete) = requests_of(snapshot);
         let stuck = stuck_labels(&requests);
         let deadlocks = cycles(&requests, &stuck);
         let cycle_of: HashMap<&str, usize> = (deadlocks.iter().enumerate())
@@ -77,11 +79,12 @@ impl WaitGraph {
         waits.dedup();
         let omitted = waits.len().saturating_sub(SHOWN_WAITS_MAX);
         waits.truncate(SHOWN_WAITS_MAX);
-        Self { waits, omitted, deadlocks }
+        Self { waits, omitted, is_complete, deadlocks }
     }
 }
 
-fn requests_of(snapshot: &Snapshot) -> Vec<Request<'_>> {
+/// Returns the waits, and whether these are all.
+fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
     let mut holders: HashMap<&Key, Vec<&Holder>> = HashMap::new();
     for holder in &snapshot.holders {
         holders.entry(&holder.key).or_default().push(holder);
@@ -94,7 +97,7 @@ fn requests_of(snapshot: &Snapshot) -> Vec<Request<'_>> {
             continue;
         };
         if examined > EXAMINED_WAITS_MAX {
-            break;
+            return (requests, false);
         }
         let mut blockers = HashMap::new();
         for holder in holders {
@@ -112,7 +115,7 @@ fn requests_of(snapshot: &Snapshot) -> Vec<Request<'_>> {
         };
         requests.push(Request { claim, waiter, blockers, allowed });
     }
-    requests
+    (requests, true)
 }
 
 /// Returns the units that a holder with the mode `held` keeps from a claim with the mode `wanted`.
@@ -276,6 +279,15 @@ mod tests {
         assert_eq!(deadlocks(&[("a", "1", X)], &[("a", "1", X)]), [[""; 0]; 0]);
         let holders = [("a", "1", X), ("", "2", X)];
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("", "1", X)]), [[""; 0]; 0]);
+    }
+
+    #[test]
+    fn a_search_that_ends_early_says_so() {
+        let labels: Vec<String> = (0..400).map(|index| index.to_string()).collect();
+        let holders: Vec<_> = labels.iter().map(|label| (&**label, "1", "shared")).collect();
+        let waiters: Vec<_> = labels.iter().map(|label| (&**label, "1", X)).collect();
+        assert!(graph(&holders, &waiters[..200]).is_complete);
+        assert!(!graph(&holders, &waiters).is_complete);
     }
 
     #[test]
