@@ -364,8 +364,8 @@ pub(crate) struct ServeArgs {
     /// The file with the token of --allow-break
     #[arg(long, value_name = "FILE", requires = "allow_break")]
     pub(crate) token_file: Option<PathBuf>,
-    /// A host name of this server, for example the name of a proxy in front. With this option, and on
-    /// a loopback address, requests are refused unless their header `Host` has such a name,
+    /// A host name of this server, for example the name of a proxy in front. With this option, and
+    /// on a loopback address, requests are refused unless their header `Host` has such a name,
     /// `localhost` or an IP address. May be repeated
     #[arg(long, value_name = "NAME")]
     pub(crate) allow_host: Vec<String>,

@@ -143,8 +143,8 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::Sender<Update>
     });
 }
 
-/// Returns a future that waits for SIGTERM, SIGINT or SIGHUP, so that the terminal can be restored before
-/// the process ends. The signals are caught from the call on.
+/// Returns a future that waits for SIGTERM, SIGINT or SIGHUP, so that the terminal can be restored
+/// before the process ends. The signals are caught from the call on.
 fn terminated() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
     let signals =

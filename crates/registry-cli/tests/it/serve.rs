@@ -5,7 +5,7 @@ mod browser;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::process::Command;
 
 use nix::sys::signal::Signal;
@@ -269,6 +269,8 @@ fn an_invalid_option_is_a_usage_error() {
         (&["--token-file", short], "--allow-break"),
         (&["--listen", "example.com:80"], "IP:PORT"),
         (&["--listen", "127.0.0.1"], "IP:PORT"),
+        (&["--listen", "::1"], "IP:PORT"),
+        (&["--listen", ":::0"], "IP:PORT"),
         (&["--listen", "127.0.0.1:99999"], "IP:PORT"),
         (&["--interval", "1ms"], "50ms"),
     ] {
@@ -317,6 +319,11 @@ fn only_requests_for_this_host_are_answered_on_a_loopback_address() {
     }
     let open = Serve::listen_on(&store, "0.0.0.0:0", &[]);
     open.process.wait_for_stderr("other hosts can read all keys");
+    let named = Serve::listen_on(&store, "0.0.0.0:0", &["--allow-host", "locks.example"]);
+    let port = named.url.trim_end_matches('/').rsplit_once(':').unwrap().1;
+    let named = Serve { url: format!("http://127.0.0.1:{port}/"), process: named.process };
+    assert_eq!(named.request("GET", "healthz", &[("Host", "anything.example")]).status, 421);
+    assert_eq!(named.request("GET", "healthz", &[("Host", "locks.example")]).status, 200);
     let port = open.url.trim_end_matches('/').rsplit_once(':').unwrap().1;
     let open = Serve { url: format!("http://127.0.0.1:{port}/"), process: open.process };
     assert_eq!(open.request("GET", "healthz", &[("Host", "anything.example")]).status, 200);
@@ -475,7 +482,7 @@ fn invalid_requests_affect_only_their_connection() {
     ] {
         let mut stream = serve.connect();
         stream.write_all(request).unwrap();
-        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
         let mut answer = Vec::new();
         // The server may also reset the connection.
         _ = stream.read_to_end(&mut answer);
@@ -483,6 +490,18 @@ fn invalid_requests_affect_only_their_connection() {
         assert!(!text.starts_with("HTTP/1.1 2"), "{text}");
     }
     assert_eq!(serve.get("healthz").status, 200);
+}
+
+#[test]
+fn a_client_that_has_closed_its_sending_side_gets_its_answer() {
+    let store = TestStore::new();
+    let serve = Serve::start(&store, &[]);
+    let mut stream = serve.connect();
+    stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("ok\n"), "{answer}");
 }
 
 #[test]

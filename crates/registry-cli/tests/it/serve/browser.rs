@@ -251,6 +251,7 @@ fn hostile_keys_and_labels_neither_run_nor_break_the_table() {
         "\u{202e}evil\u{2066}\u{200b}",
         "\u{5d0}\u{5d1}\u{5d2} orders/1 \u{627}\u{628}",
         "Z\u{334}\u{335}\u{336}\u{337}\u{338}\u{31a}\u{31b}\u{31c}\u{31d}\u{31e}\u{31f}\u{320}algo",
+        "\u{ad}\u{3164}\u{e0041}",
         "__proto__",
         "constructor",
         &long,
@@ -356,4 +357,22 @@ fn the_page_reconnects_after_a_restart_of_the_server() {
     let _serve = Serve::of(command.arg(&address));
     browser.wait_for_text("1 held");
     browser.wait_for_text("live");
+}
+
+#[test]
+fn many_open_pages_do_not_block_each_other() {
+    let store = TestStore::new();
+    let serve = Serve::start(&store, &[]);
+    let browser = Browser::open(&serve.url);
+    browser.wait_for_text("live");
+    let _holder = hold(&store, "worker 7", "a/1");
+    // Browsers open six connections to one server.
+    for _ in 0..8 {
+        let page = browser.command("/window/new", &json!({ "type": "tab" }));
+        browser.command("/window", &json!({ "handle": page["handle"] }));
+        browser.command("/url", &json!({ "url": serve.url }));
+        browser.wait_for_text("1 held");
+    }
+    browser.click("#locks tbody tr button");
+    browser.wait_until("document.querySelectorAll('#timeline .bar').length === 1");
 }
