@@ -2,6 +2,8 @@
 
 #[cfg(feature = "server-tests")]
 mod browser;
+#[cfg(feature = "server-tests")]
+mod stores;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
