@@ -11,7 +11,9 @@ use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{TEST_TIMEOUT, TestStore, screenshot_path};
+use crate::support::{
+    TEST_TIMEOUT, TestProcess, TestStore, children, is_alive, screenshot_path, wait_until,
+};
 
 /// `lockreg top` on a terminal of its own, and the content of its screen.
 struct Top {
@@ -58,6 +60,12 @@ impl Top {
             }
         });
         Self { input, output, screen: vt100::Parser::new(rows, columns, 0), child }
+    }
+
+    /// Returns the process `lockreg`: `setsid` has become it, or waits for it and has no other child.
+    fn pid(&self) -> Pid {
+        let parent = Pid::from_raw(self.child.id().cast_signed());
+        children(parent).first().map_or(parent, |child| Pid::from_raw(child.parse().unwrap()))
     }
 
     fn press(&mut self, keys: &str) {
@@ -237,13 +245,32 @@ fn a_signal_restores_the_terminal() {
     let store = TestStore::new();
     let mut top = Top::start(&store, &[]);
     top.wait_for("0 held");
-    // `setsid` has become the command, or waits for it and has no other child.
-    let parent = top.child.id();
-    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
-    let child = children.unwrap().split_whitespace().next().map(|pid| pid.parse().unwrap());
-    let pid = child.unwrap_or_else(|| i32::try_from(parent).unwrap());
-    kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
+    kill(top.pid(), Signal::SIGTERM).unwrap();
     top.assert_ends_well();
+}
+
+#[test]
+fn a_signal_ends_top_even_if_its_terminal_is_not_read() {
+    let store = TestStore::new();
+    let mut command = store.lockreg(["hold", "first"]);
+    for index in 0..21 {
+        command.args(["--also", &format!("{index:02}{}", "k".repeat(30))]);
+    }
+    let holder = TestProcess::start(&mut command);
+    holder.next_line();
+    let mut top = Top::start(&store, &[]);
+    top.wait_for("22 held");
+    let pid = top.pid();
+    // The thread that reads the terminal ends, because nothing receives its next bytes.
+    top.output = channel().1;
+    wait_until("blocked terminal", || {
+        // Changes all rows. The keys themselves must not fill the terminal.
+        top.press("rr");
+        std::fs::read_to_string(format!("/proc/{pid}/wchan"))
+            .is_ok_and(|place| place == "n_tty_write" || place == "wait_woken")
+    });
+    kill(pid, Signal::SIGTERM).unwrap();
+    wait_until("end of lockreg", || !is_alive(&pid.to_string()));
 }
 
 #[test]
