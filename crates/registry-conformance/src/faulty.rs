@@ -1,6 +1,6 @@
-//! A backend that wraps another one and loses, delays and repeats its requests and replies, by
-//! script or by seed. For tests of the engine and of code that uses it. Decides nothing about
-//! locks.
+//! A backend that wraps another one and loses, delays and repeats its requests and replies,
+//! according to a script or a random seed. For tests of the engine and of code that uses the
+//! engine. Decides nothing about locks.
 #![deny(clippy::missing_trait_methods)]
 
 use std::fmt;
@@ -27,9 +27,9 @@ pub use plan::{Fault, Faults, Operation};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///
-/// The results of the inner store are never invented: a fault loses, delays or repeats requests and
-/// replies, as a network does. On a paused single-threaded runtime, the same seed gives the same
-/// faults.
+/// A fault never invents a result of the inner store. It loses, delays, repeats or refuses
+/// requests, and it loses or delays replies. On a paused single-threaded runtime, the same seed
+/// gives the same faults.
 ///
 /// # Examples
 /// ```
@@ -54,7 +54,8 @@ pub use plan::{Fault, Faults, Operation};
 pub struct FaultyBackend {
     inner: Arc<dyn LockBackend>,
     plan: Mutex<Plan>,
-    /// Number of plans so far. A new plan ends the delays of the old one.
+    /// The number of times that the plan was replaced. A replacement ends the delays of the old
+    /// plan.
     version: watch::Sender<u64>,
     /// The tasks that execute requests again after a delay.
     late_repetitions: Mutex<JoinSet<()>>,
@@ -89,8 +90,8 @@ impl FaultyBackend {
         self.plan().calls(operation)
     }
 
-    /// Returns how often the operations that need an answer of the store were called since the
-    /// start. This excludes [`Operation::Wait`].
+    /// Returns how often all operations except [`Operation::Wait`], which needs no answer of the
+    /// store, were called since the start.
     #[must_use]
     pub fn requests(&self) -> u64 {
         let plan = self.plan();
@@ -230,7 +231,7 @@ impl LockBackend for FaultyBackend {
             let claim = claim.clone();
             async move {
                 Ok(match inner.try_acquire(&claim).await? {
-                    // The plan may lose or delay wake-ups.
+                    // The plan may lose or delay wake-ups, so the engine must not poll less often.
                     Attempt::Busy(busy) => Attempt::Busy(busy.without_wake_check()),
                     granted => granted,
                 })

@@ -34,15 +34,15 @@ pub enum Clock {
     /// Tokio's clock, which the suite pauses, so that leases of minutes take almost no time. For
     /// stores inside this process.
     Paused,
-    /// A clock of its own. The suite waits for that clock and never asserts a tight time.
+    /// A clock of its own. The suite waits for that clock and never asserts a tight time limit.
     Real,
 }
 
 /// One isolated store under test.
 ///
-/// Only [`client`](Self::client) is required. The default of each other method may disable the
-/// clauses that need it. The caller of [`conformance!`](crate::conformance) then lists that need in
-/// `without`.
+/// Only [`client`](Self::client) is required. The defaults of some other methods exclude the
+/// clauses that need these methods. The caller of [`conformance!`](crate::conformance) then lists
+/// these needs in `without`.
 #[async_trait]
 pub trait Store: Debug + Send + Sync {
     /// Opens a further client of this store with connections of its own, as another process would.
@@ -59,13 +59,13 @@ pub trait Store: Debug + Send + Sync {
         Duration::from_secs(4)
     }
 
-    /// Returns whether the clients answer as the store does. The default is true. Return false if
-    /// the test injects faults: then only the clauses that use the engine apply.
+    /// Returns whether the clients return the store's responses unchanged. The default is true.
+    /// Return false if the clients inject faults: then only the clauses that use the engine apply.
     fn faithful(&self) -> bool {
         true
     }
 
-    /// Returns whether a claim may be requested and renewed through another client than the one
+    /// Returns whether a claim may be requested and renewed through a client other than the one
     /// that it was granted to. The default is true. Return false if a grant ends with its client.
     fn roams(&self) -> bool {
         true
@@ -83,19 +83,19 @@ pub trait Store: Debug + Send + Sync {
     }
 
     /// Stops the store and starts it again with its data. Returns false, the default, if the
-    /// harness cannot do this. Clients opened before are closed and never used again.
+    /// harness cannot do this. The suite closes all earlier clients before the call.
     async fn restart(&self) -> bool {
         false
     }
 
-    /// Ends the grant of `claim` without its holder, in a store where another client cannot do so
-    /// by a release. Returns false, the default, if another client can.
+    /// Ends the grant of `claim` without its holder, in a store where no other client can release
+    /// the claim. Returns false, the default, if another client can release it.
     async fn break_claim(&self, _claim: &Claim) -> bool {
         false
     }
 
     /// Deletes all data, as a restart without persistence does. Returns false, the default, if the
-    /// harness cannot do this. Clients opened before are closed and never used again.
+    /// harness cannot do this. The suite closes all earlier clients before the call.
     async fn wipe(&self) -> bool {
         false
     }

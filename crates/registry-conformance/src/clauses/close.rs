@@ -55,8 +55,8 @@ pub async fn close_releases_the_remaining_locks_at_its_limit(context: &TestConte
     }
 }
 
-/// `close` releases the locks of guards that were dropped before, so that their keys are free when
-/// it returns.
+/// `close` waits for the releases of guards that were dropped before the call. Their keys are free
+/// when it returns.
 pub async fn close_releases_the_locks_of_dropped_guards(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     for n in 0..10 {
@@ -71,7 +71,7 @@ pub async fn close_releases_the_locks_of_dropped_guards(context: &TestContext) {
     }
 }
 
-/// After `close`, all calls that lock return `LockError::Closed`.
+/// After `close`, all calls that acquire a lock return `LockError::Closed`.
 pub async fn a_closed_registry_returns_closed(context: &TestContext) {
     let registry = context.registry().await;
     let before = registry.obtain("orders:42");
@@ -87,8 +87,8 @@ pub async fn a_closed_registry_returns_closed(context: &TestContext) {
     assert!(matches!(executed, Err(LockError::Closed)));
 }
 
-/// `close` ends waits at once with `LockError::Closed`, for locks held by this process and by
-/// another.
+/// `close` ends waits at once with `LockError::Closed`, whether this process or another one holds
+/// the lock.
 pub async fn close_ends_waits_with_closed(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let remote_guard = remote.obtain("orders:1").lock().await.expect("a free lock is acquired");
@@ -127,8 +127,8 @@ pub async fn closing_twice_returns_clean_reports(context: &TestContext) {
     assert!(registry.close(Duration::ZERO).await.is_clean());
 }
 
-/// A `close` future that was polled and is then left unpolled does not block another call of
-/// `close`, whatever step it has reached.
+/// A `close` future that is not polled any more does not block another call of `close`, however
+/// many times it was polled before.
 pub async fn an_unpolled_close_does_not_block_another_close(context: &TestContext) {
     for polls in 1..=POLLS_MAX {
         let registry = context.registry().await;
@@ -152,7 +152,7 @@ pub async fn an_unpolled_close_does_not_block_another_close(context: &TestContex
 }
 
 /// `close` ends in bounded time if the store does not answer, and its report counts the abandoned
-/// locks. They end with their leases.
+/// locks. The abandoned locks end with their leases.
 pub async fn close_ends_in_bounded_time_if_the_store_does_not_answer(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.renewed_lease());

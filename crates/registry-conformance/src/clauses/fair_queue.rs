@@ -1,5 +1,5 @@
-//! The queue of a store whose waiters queue on request: the order of arrival, places that lapse,
-//! and callers of several processes that are served in turn.
+//! The queue of a store in which waiters queue only on request. Claims are granted in the order of
+//! arrival, the place of a dead waiter lapses, and callers of several processes acquire in turn.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, rel
 use crate::faulty::Faults;
 
 /// Exclusive claims of several clients that join the queue are granted in the order of their first
-/// attempts, in whichever order they repeat them.
+/// attempts, regardless of the order in which the attempts are repeated.
 pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
     let claims: Vec<_> = (0..6).map(|_| joining(context, ClaimMode::Exclusive)).collect();
@@ -35,7 +35,8 @@ pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &Test
     assert!(is_free(&*clients[0], claims[0].key()).await, "a released claim holds the key");
 }
 
-/// A claim that skips the queue is busy while another one waits, even when the key is held by none.
+/// A claim that skips the queue receives `Busy` while another claim waits in it, even if no claim
+/// holds the key.
 pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -53,8 +54,8 @@ pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContex
     freed(&*second, &waiter).await;
 }
 
-/// The place of a waiter lapses when it does not repeat its attempt within its lease. The next
-/// waiter is then first.
+/// The place of a waiter lapses if the waiter does not repeat its attempt within its lease. The
+/// next waiter is then first.
 pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -92,8 +93,8 @@ pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestCon
     freed(&*first, &behind).await;
 }
 
-/// A released waiter leaves the queue, wherever it is, and the others keep their order. It can join
-/// again, at the end.
+/// Releasing a waiter removes it from any position of the queue, and the others keep their order.
+/// The released waiter can join again, at the end.
 pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -115,7 +116,7 @@ pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
     assert!(is_free(&*first, holder.key()).await, "a released waiter has a place");
 }
 
-/// After the holder has expired, the first waiter is granted, and no other claim before it.
+/// After the holder has expired, the first waiter is granted before any other claim.
 pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.claim(ClaimMode::Exclusive).with_lease(context.short_lease());
@@ -133,7 +134,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
     freed(&*second, &waiters[1]).await;
 }
 
-/// A forced release ends the grant and leaves the queue as it is. `inspect` returns no waiters.
+/// A forced release ends the grant and does not change the queue. `inspect` returns no waiters.
 pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -153,8 +154,8 @@ pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
     }
 }
 
-/// In a store with wake-ups, a release ends the `wait` of the first waiter, and the end of a waiter
-/// that is first ends the `wait` of the next one.
+/// In a store with wake-ups, the release of the holder ends the `wait` of the first waiter. If the
+/// first waiter is released instead of granted, the `wait` of the next one ends.
 pub async fn the_next_waiter_is_woken(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -174,7 +175,8 @@ pub async fn the_next_waiter_is_woken(context: &TestContext) {
 }
 
 /// A reader that joins behind a waiting writer is granted after it. A reader that joined before the
-/// writer is granted before it, and readers next to each other are granted together.
+/// writer is granted before it, and readers that are next to each other in the queue hold the key
+/// together.
 pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -203,8 +205,8 @@ pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &T
     freed(&*second, &late[0]).await;
 }
 
-/// Permits that join are granted in the order of arrival: a claim of one unit waits behind a claim
-/// of three, although one unit is free.
+/// Claims for permits that join the queue are granted in the order of arrival: a claim for one unit
+/// waits behind a claim for three, although one unit is free.
 pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let permit = |take| ClaimMode::Permits { take, of: 3 };
     let (first, second) = (context.client().await, context.client().await);
@@ -224,8 +226,8 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
     freed(&*first, &one).await;
 }
 
-/// A claim that joins a free key is granted at once, and one that repeats its acquire has one
-/// grant.
+/// A claim that joins the queue of a free key is granted at once. If it repeats its acquire, it
+/// still has only one grant.
 pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestContext) {
     let client = context.client().await;
     for _ in 0..3 {
@@ -257,13 +259,13 @@ pub async fn fair_is_refused_before_any_request_by_a_store_without_a_queue(conte
     unlock(lock.lock_with(unfair).await.expect("it is not needed")).await;
 }
 
-/// Fair callers of several processes acquire the lock in the order in which they asked for it.
+/// Fair callers of several processes acquire the lock in the order in which they requested it.
 pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestContext) {
     let holding = context.registry().await;
     let guard = holding.obtain("orders:42").lock_with(fair()).await.expect("the lock is free");
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut callers = Vec::new();
-    // Kept until the end: a registry that is dropped would not be another process.
+    // Kept until the end, as a process keeps its registry.
     let mut registries = Vec::new();
     for n in 0..4 {
         let (registry, count) = context.counting_registry().await;
@@ -294,7 +296,7 @@ pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &Te
     let caller = waits_fairly(&waiting);
     context.eventually("the caller has a place in the queue", async || count.queued() > 0).await;
     unlock(guard).await;
-    // `None` because of the waiter's place, or of its lock.
+    // `None`, because the waiter is still queued or already holds the lock.
     for registry in [&holding, &other] {
         let none = registry.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(none.is_none(), "a call overtook the fair one");
@@ -304,7 +306,8 @@ pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &Te
     context.assert_becomes_free(&other, "orders:42").await;
 }
 
-/// Dropping a fair caller that waits, or the end of its wait, removes its place.
+/// The place of a fair caller is removed if the caller is dropped or its wait ends. The next caller
+/// then acquires the lock.
 pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &TestContext) {
     let holding = context.registry().await;
     let (waiting, count) = context.counting_registry().await;
@@ -328,8 +331,8 @@ pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &Tes
     context.assert_becomes_free(&holding, "orders:42").await;
 }
 
-/// A fair caller acquires the lock when a waiter before it has died: the place of the dead one
-/// lapses.
+/// A fair caller acquires the lock although a waiter before it has died, because the place of the
+/// dead waiter lapses.
 pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestContext) {
     let (dead, waiting) = (context.client().await, context.registry().await);
     let holder = context.held_in(&*dead, ClaimMode::Exclusive).await;
@@ -342,8 +345,8 @@ pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestC
     unlock(guard.expect("no panic")).await;
 }
 
-/// A fair caller of another process acquires the lock although callers of the holder's process ask
-/// for it again and again: a fair lock is not handed over.
+/// A fair caller of another process acquires the lock before callers that are queued in the
+/// holder's process: a fair lock is not handed over.
 pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContext) {
     let busy_process = context.registry().await;
     let (waiting, count) = context.counting_registry().await;
@@ -367,7 +370,7 @@ pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContex
     assert_eq!(*order.lock().await, ["remote", "local", "local"]);
 }
 
-/// Fair readers, writers and permit takers of two processes all get the key.
+/// Fair readers, writers and permit takers of two processes all acquire the key.
 pub async fn fair_callers_of_all_modes_get_the_key(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let mut callers = Vec::new();

@@ -14,7 +14,8 @@ use tokio::time::{sleep, timeout};
 use crate::context::TestContext;
 use crate::faulty::{Faults, FaultyBackend, Operation};
 
-/// Ten queued callers of one process share one claim: one acquire and one release reach the store.
+/// Ten callers of one process, nine of them queued, share one claim: one acquire and one release
+/// reach the store.
 pub async fn a_hand_over_sends_no_request_to_the_store(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -24,7 +25,7 @@ pub async fn a_hand_over_sends_no_request_to_the_store(context: &TestContext) {
     assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
 }
 
-/// With `handoff(0)`, each of ten queued callers has a claim of its own.
+/// With `handoff(0)`, each of ten callers, nine of them queued, has a claim of its own.
 pub async fn without_hand_over_each_caller_has_its_own_claim(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context
@@ -51,7 +52,7 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
     assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
 }
 
-/// Callers of another process acquire the lock three times while four callers of this process
+/// A caller of another process acquires the lock three times while four callers of this process
 /// request it continuously.
 pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
@@ -81,8 +82,8 @@ pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
     busy.join_all().await;
 }
 
-/// Each hand-over has a larger token than the guard before it. So has the next grant to another
-/// process.
+/// Each hand-over has a larger token than the guard before it. The next grant to another process
+/// also has a larger token.
 pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let mut last = None;
@@ -117,7 +118,7 @@ pub async fn a_handed_over_lock_is_renewed_beyond_its_lease(context: &TestContex
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// A waiter with another lease and label receives a claim of its own instead of a hand-over.
+/// A waiter with a different lease and label receives a claim of its own instead of a hand-over.
 pub async fn a_claim_is_handed_over_only_for_equal_options(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -134,9 +135,9 @@ pub async fn a_claim_is_handed_over_only_for_equal_options(context: &TestContext
     second.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A claim that was used for a fenced write, also through a re-entered guard, is not handed over.
-/// The write may still be open, and the store distinguishes it by the claim id from writes of the
-/// next caller.
+/// A claim that was used for a fenced write, even through a re-entered guard, is not handed over.
+/// The write may still be open, and only the claim id distinguishes it from writes of the next
+/// caller.
 pub async fn a_claim_with_a_fenced_write_is_not_handed_over(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
@@ -158,7 +159,8 @@ pub async fn a_claim_with_a_fenced_write_is_not_handed_over(context: &TestContex
     }
 }
 
-/// Queues `callers` for one lock and returns the number of them that acquired it.
+/// Makes `callers` calls for one lock: the first acquires it, and the others queue. Returns the
+/// number of calls that acquired it.
 async fn run_waiters(registry: &Registry, callers: usize) -> usize {
     tokens(registry, callers).await.len()
 }

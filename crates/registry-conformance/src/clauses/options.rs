@@ -9,8 +9,8 @@ use tokio::time::{Instant, sleep};
 use crate::context::{TestContext, admin, key, unlock};
 use crate::faulty::Faults;
 
-/// A lease outside the store's limits returns an error from `lock_with`, before any request, and
-/// from the registry builder. The store's limits are within those of the engine.
+/// `try_lock_with` refuses a lease outside the store's limits before any request, and the registry
+/// builder refuses it too. The store's limits are within those of the engine.
 pub async fn a_lease_out_of_range_is_refused_before_any_request(context: &TestContext) {
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS, Duration::MAX] {
         refused(context, LockOptions::new().lease(lease), "lease").await;
@@ -25,8 +25,8 @@ pub async fn a_lease_out_of_range_is_refused_before_any_request(context: &TestCo
     assert!(capabilities.lease_max <= Capabilities::LEASE_MAX, "{capabilities:?}");
 }
 
-/// A wait of a hundred years is accepted and has no limit. The caller acquires the lock when it
-/// becomes free.
+/// A wait of a hundred years is accepted, as a wait without a limit. The caller acquires the lock
+/// when it becomes free.
 pub async fn a_wait_of_a_hundred_years_has_no_limit(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
@@ -41,7 +41,7 @@ pub async fn a_wait_of_a_hundred_years_has_no_limit(context: &TestContext) {
 }
 
 /// A `max_hold` of at most 1 ms, a `min_hold` of a hundred years, and a `min_hold` above `max_hold`
-/// return `LockError::InvalidOption` before any request.
+/// are refused with `LockError::InvalidOption` before any request.
 pub async fn hold_limits_out_of_range_are_refused_before_any_request(context: &TestContext) {
     refused(context, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
     refused(context, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
@@ -93,8 +93,8 @@ pub async fn a_lock_may_have_its_own_label(context: &TestContext) {
     }
 }
 
-/// A lock is lost with `LostReason::MaxHold` at the end of its `max_hold`, whatever its lease and
-/// its renewals. The key is then free, even while the guard exists.
+/// A lock is lost with `LostReason::MaxHold` at the end of its `max_hold`, regardless of its lease
+/// and its renewals. The key is then free, even while the guard exists.
 pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().max_hold(context.renewed_lease());
@@ -132,7 +132,7 @@ pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestCon
 /// unlocked or dropped earlier. The `min_hold` may be longer than the lease. ShedLock calls this
 /// `lockAtLeastFor`.
 pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
-    // First within the lease, then beyond it.
+    // The `min_hold` is first shorter than the lease, then longer.
     for unlock in [true, false] {
         stays_locked(context, context.long_lease(), context.short_lease(), unlock).await;
         stays_locked(
@@ -154,7 +154,8 @@ async fn stays_locked(
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
     let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    // Counted from after the grant, so that the measured time never exceeds the real one.
+    // The key has been locked since the grant, slightly earlier than this. The 20 ms below cover
+    // the difference.
     let held_since = Instant::now();
     if is_unlocked {
         guard.unlock().await.expect("a held lock is unlocked");
@@ -172,7 +173,7 @@ async fn stays_locked(
 }
 
 /// `force_release` ends the `min_hold` of an unlocked key. If the process that unlocked the key
-/// calls it, its own callers can acquire the lock too.
+/// calls `force_release`, callers of that process can acquire the lock too.
 pub async fn a_forced_release_ends_a_min_hold(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     for by_holder in [true, false] {
@@ -204,7 +205,7 @@ pub async fn an_elapsed_min_hold_does_not_delay_the_release(context: &TestContex
     unlock(next.expect("the lock was unlocked")).await;
 }
 
-/// `renew` with a lease outside the limits returns `LockError::InvalidOption` without a request to
+/// `extend` with a lease outside the limits returns `LockError::InvalidOption` without a request to
 /// the store. The lock stays held.
 pub async fn a_renewal_out_of_range_is_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;

@@ -1,5 +1,5 @@
-//! A wait ends with the lock, at its deadline, or with an error. Local waiters are served in order
-//! and share their store requests.
+//! A wait ends when the lock is acquired, at its deadline, or with an error. Local waiters are
+//! served in order and share their store requests.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -62,8 +62,8 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(context: &TestContext
     }
 }
 
-/// In a store with wake-ups, one client waits for five keys, and each `wait` ends with the release
-/// of its key.
+/// In a store with wake-ups, one client waits for five keys, and each `wait` ends when its own key
+/// is released.
 pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holders: Vec<_> =
@@ -90,7 +90,7 @@ pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContex
 }
 
 /// Dropping a `wait` future at any time leaves nothing behind: after the holder's release, the key
-/// is free. The engine drops no other future of a backend.
+/// is free. `wait` is the only future of a backend that the engine drops before it is ready.
 pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
     let client = context.client().await;
     let holder = context.held_claim(&*client, context.long_lease()).await;
@@ -190,7 +190,7 @@ pub async fn callers_of_one_process_acquire_in_the_order_of_their_arrival(contex
     assert_eq!(acquisition_order(&registry, 6, &[]).await, [0, 1, 2, 3, 4, 5]);
 }
 
-/// Waiters that give up do not change the order of the other waiters.
+/// Dropping waiters does not change the order of the other waiters.
 pub async fn a_cancelled_waiter_does_not_change_the_order_of_the_others(context: &TestContext) {
     let registry = context.registry().await;
     assert_eq!(acquisition_order(&registry, 6, &[0, 3, 5]).await, [1, 2, 4]);
@@ -238,8 +238,8 @@ pub async fn one_unlock_ends_the_wait_of_one_of_two_processes(context: &TestCont
     for _ in 0..2 {
         let next = tasks.join_next().await.expect("two tasks run").expect("no panic");
         let next = next.expect("the store answers").expect("the waiter acquires the lock");
-        // While one process holds the lock, the wait of the other must not end, neither with the
-        // lock nor without.
+        // While one process holds the lock, the wait of the other must not end, either with a guard
+        // or without one.
         let other = timeout(Duration::from_millis(100), tasks.join_next()).await;
         assert!(!matches!(other, Ok(Some(_))), "the wait of the other process ended: {other:?}");
         next.unlock().await.expect("a held lock is unlocked");
@@ -304,8 +304,8 @@ pub async fn a_permanent_store_error_ends_the_wait_at_once(context: &TestContext
     assert_eq!(faulty.calls(Operation::Acquire), 1, "the engine retries a permanent error");
 }
 
-/// Fifty waiters of one process send about as many requests to the store as one: at most two
-/// attempts per poll interval, plus five.
+/// Fifty waiters of one process send about as many requests to the store as one waiter: at most two
+/// attempts per poll interval, and five more in total.
 pub async fn fifty_waiters_of_one_process_poll_as_rarely_as_one(context: &TestContext) {
     let remote = context.registry().await;
     let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
