@@ -2,8 +2,8 @@
 //! future, and this module knows nothing about locks.
 //!
 //! Submitting a job sends the job to a channel. Sending does not block, spawn or panic, with or
-//! without a runtime. A runtime that shuts down drops the jobs. The `Drop` of a job passes on its
-//! local permit, and its claim ends with the lease.
+//! without a runtime. A runtime that shuts down drops the jobs. The `Drop` of a job passes on the
+//! local permit of the job. The claim of the job then ends with its lease.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -58,7 +58,7 @@ impl BackgroundReleaser {
         self.submit(job, Some(Arc::clone(&self.0.pending_releases)));
     }
 
-    /// Submits a call to the store whose caller is gone. The call releases no claim.
+    /// Submits a store call that releases no claim and whose caller is gone.
     pub(crate) fn submit_call(&self, call: Job) {
         self.submit(call, None);
     }
@@ -70,8 +70,8 @@ impl BackgroundReleaser {
         let _ = self.0.jobs.send(CountedJob { job, pending, pending_releases });
     }
 
-    /// Returns the stall detector of the registry, which submits the work of futures that are not
-    /// polled to this releaser.
+    /// Returns the stall detector of the registry. It submits to this releaser the work of futures
+    /// that are not polled.
     pub(crate) fn stall_detector(&self) -> &StallDetector {
         &self.0.stall_detector
     }

@@ -1,9 +1,10 @@
 //! The engine's clock: tokio's clock plus the time for which this host was suspended.
 //!
 //! `Instant` does not advance while a machine is suspended, so a resumed holder would still trust
-//! an expired lease. The suspended time is the difference between the kernel's boot time and its
-//! monotonic time. The engine's clock adds this difference to tokio's clock, and thus still follows
-//! tokio's paused time in tests. This module reads no wall clock.
+//! an expired lease. On Linux and Android, the suspended time is the difference between the
+//! kernel's clocks `CLOCK_BOOTTIME` and `CLOCK_MONOTONIC`. On other systems, it counts as zero. The
+//! engine's clock adds it to tokio's clock, and thus still follows tokio's paused time in tests.
+//! This module reads no wall clock.
 
 use std::future::poll_fn;
 use std::mem;
@@ -50,7 +51,7 @@ impl Moment {
     /// Returns the current time.
     #[must_use]
     pub fn now() -> Self {
-        // `boot` must be read first, see `suspended`.
+        // `boot` must be read first; see `suspended`.
         let boot = boot_ns();
         let (tokio_ns, origin) = since_origin();
         Self(tokio_ns.saturating_add(suspended(boot, tokio_ns, origin)))
@@ -86,7 +87,7 @@ impl Moment {
         self.0
     }
 
-    /// Reverts [`to_bits`](Self::to_bits).
+    /// Converts the result of [`to_bits`](Self::to_bits) back to a time.
     pub(crate) const fn from_bits(bits: i64) -> Self {
         Self(bits)
     }
@@ -172,7 +173,8 @@ fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     if difference.saturating_sub(known) <= READ_JITTER {
         return known;
     }
-    // A test may pause tokio's clock. The clocks of the system therefore confirm the suspension.
+    // A test may pause tokio's clock, so the difference alone proves no suspension. The clocks of
+    // the system must confirm it.
     let total = boot_ahead_ns().saturating_sub(origin.boot_ahead);
     if total - known <= READ_JITTER {
         return known;

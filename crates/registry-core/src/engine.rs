@@ -53,13 +53,14 @@ pub(crate) struct Engine {
     pub(crate) pending_claims: ActiveCount,
     /// Set when the registry begins to close. No acquisition starts after that.
     pub(crate) closing: OneShotEvent,
-    /// Set when the time limit of `close` is over. Waits that would delay it further then end.
+    /// Set when the time limit of `close` is over. Waits that would delay `close` further then end.
     pub(crate) close_limit_reached: OneShotEvent,
     /// The number of lost claims.
     pub(crate) lost_claims: AtomicUsize,
-    /// The number of claims that could not be released, so that they end with their lease.
+    /// The number of claims that could not be released and therefore end with their leases.
     pub(crate) left_to_lease: AtomicUsize,
-    /// Of these, the number that were active grants until their holder released them.
+    /// The number of `left_to_lease` claims that were active grants until their holders released
+    /// them.
     pub(crate) failed_releases: AtomicUsize,
     pub(crate) shared_backend: Arc<SharedBackendEntry>,
 }
@@ -125,7 +126,7 @@ impl Engine {
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
     }
 
-    /// Returns whether claims that wait are registered in the store.
+    /// Returns whether this registry registers its waiting claims in the store.
     pub(crate) fn registers_waiters(&self) -> bool {
         let Capabilities { waiters, fair, .. } = self.capabilities;
         self.defaults.waiters && waiters && !fair
@@ -149,7 +150,7 @@ impl Engine {
         Ok(waiting)
     }
 
-    /// Records that a claim could not be released, so that it ends with its lease.
+    /// Records that a claim could not be released and therefore ends with its lease.
     pub(crate) fn record_left_to_lease(&self, claim: &Claim) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
         self.emit(|| LockEvent::LeftToLease { key: claim.key().as_str(), mode: claim.mode() });
@@ -202,7 +203,7 @@ impl Engine {
         }))
     }
 
-    /// Sends a request that needs no clean-up. Waits at most for the operation time-out.
+    /// Sends a request that needs no clean-up. Waits for at most the operation time-out.
     pub(crate) async fn query<T: Send + 'static>(
         &self,
         operation: &'static str,

@@ -25,14 +25,14 @@ pub trait LockRegistryExt: LockRegistry {
         MultiLock::new(keys.into_iter().map(|key| self.obtain(key.as_ref())).collect())
     }
 
-    /// Returns the job of this name, which runs once per tick of a schedule, over all processes. No
-    /// I/O. The name is the key of its lock and of its value block.
+    /// Returns the job of this name, which runs once per tick of a schedule across all processes.
+    /// No I/O. The name is the key of its lock and of its value block.
     fn once(&self, job: &str) -> Job {
         Job::new(self.obtain(job))
     }
 
-    /// Returns a candidate for the role of this name, which at most one candidate has at a time,
-    /// over all processes. No I/O. The name is the key of its lock and of its value block.
+    /// Returns a candidate for the role of this name. Across all processes, at most one candidate
+    /// leads at a time. No I/O. The name is the key of the role's lock and of its value block.
     #[must_use]
     fn election(&self, role: &str) -> Election {
         Election::new(self.obtain(role), self.obtain(&format!("{role}/candidates")))

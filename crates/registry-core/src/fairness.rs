@@ -1,9 +1,9 @@
 //! Fairness between processes on a store without a queue.
 //!
 //! A release wakes all waiting processes at once, so the process with the shortest round trip would
-//! win every time. The releasing process needs no round trip at all. A process that polls would
-//! hardly ever find the key free. The engine therefore limits the share of a key that one process
-//! takes.
+//! win every time. The releasing process needs no round trip at all to learn of the release. A
+//! process that polls would hardly ever find the key free. The engine therefore limits the share of
+//! the time for which one process holds a key.
 //!
 //! A *turn* of a process lasts from its first attempt to the release of its claim. A process
 //! *meets* another holder when its attempt finds the key held.
@@ -15,12 +15,13 @@
 //!   wake waiters, the pause is all of this time.
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
 //!   when the process has met as many holders as it usually meets in a turn.
-//! - Longer delay: if programs other than this library poll, and the process usually meets
-//!   [`MANY_HOLDERS_MIN`] or more holders, the delays last for [`USUALLY_MET_MAX`] holders. These
-//!   delays are also longer, so that the other programs find the key free.
-//! - Pause without contention: a process that has met no other holder pauses once per
-//!   [`FairnessLimits::uncontended_hold_max`] of holding. Waiting processes can then acquire the
-//!   key.
+//! - Longer delay: if programs other than this library poll, each delay is a fifth of the holding
+//!   time, from [`DELAY`] to [`POLLED_DELAY_MAX`]. These programs can then find the key free. If
+//!   the process also usually meets [`MANY_HOLDERS_MIN`] or more holders, the delays last for
+//!   [`USUALLY_MET_MAX`] holders.
+//! - Pause without contention: a process that has met no other holder pauses each time that it has
+//!   held the key for [`FairnessLimits::uncontended_hold_max`] in total. Waiting processes can then
+//!   acquire the key.
 //!
 //! Fairness affects only the order of acquisitions, never safety. A store with its own queue does
 //! not use this module.
@@ -65,7 +66,7 @@ struct FairnessLimits {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Contention {
     /// The process has met another holder. [`Fairness::on_grant`] resets this flag after
-    /// consecutive pauses in which the process met no other holder.
+    /// consecutive pauses after which the process met no other holder.
     contended: bool,
     /// The number of other holders that the process usually meets in a turn.
     usually_met: u32,
@@ -77,7 +78,7 @@ pub(crate) struct Contention {
     pause: Duration,
     /// The delay of an attempt that follows a wake-up, while `met` is less than `usually_met`.
     delay: Duration,
-    /// The number of consecutive pauses in which the process met no other holder.
+    /// The number of consecutive pauses after which the process met no other holder.
     pauses_without_contention: u32,
     /// The time for which this process has held the key since its last pause, or since it last met
     /// another holder.
@@ -99,7 +100,8 @@ impl Fairness {
     pub(crate) fn contention(&self, key: &Key) -> Option<Box<Contention>> {
         let limits = self.limits?;
         let contention = self.released().get(key).copied().unwrap_or_default();
-        // Within this time, every waiting process could acquire the key.
+        // After `limits.pause`, the contention is out of date: in this time, every waiting process
+        // could acquire the key.
         let is_valid = contention.was_released_within(limits.pause, Moment::now_coarse());
         Some(Box::new(if is_valid { contention } else { Contention::default() }))
     }
@@ -241,17 +243,17 @@ impl fmt::Debug for Fairness {
 const PAUSE: Duration = Duration::from_millis(10);
 /// The shortest pause after a contended turn.
 const PAUSE_MIN: Duration = Duration::from_millis(2);
-/// The longest pause if waiters poll. It also limits the pause for long poll intervals.
+/// The longest pause if waiters poll. Longer poll intervals do not lengthen the pause beyond it.
 const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 /// The delay of an attempt that follows a wake-up.
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::usually_met`]. Without a maximum, nearly all of many processes
-/// would always delay their attempts.
+/// The maximum of [`Contention::usually_met`]. Without a maximum, if many processes compete, nearly
+/// all of them would delay all their attempts.
 const USUALLY_MET_MAX: u32 = 16;
-/// The value of [`Contention::usually_met`] from which on the delays are longer for programs that
-/// poll.
+/// If [`Contention::usually_met`] reaches this value and programs other than this library poll, the
+/// delays last for [`USUALLY_MET_MAX`] holders.
 const MANY_HOLDERS_MIN: u32 = 4;
 /// A turn with fewer other holders than usual lowers [`Contention::usually_met`] by one, with a
 /// probability of one in this number.

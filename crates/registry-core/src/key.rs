@@ -48,7 +48,7 @@ impl AsRef<str> for Key {
     }
 }
 
-// `obtain` searches the table of local locks with a `&str`.
+// `obtain` looks up the local lock of a key by `&str`.
 impl std::borrow::Borrow<str> for Key {
     fn borrow(&self) -> &str {
         &self.0

@@ -42,7 +42,7 @@ pub(crate) enum AttemptOutcome {
 /// A claim that competes for a key in the store. A registry has at most one per key.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
-    /// Present until a grant is confirmed or this is dropped.
+    /// Present until a grant is confirmed or this value is dropped.
     parts: Option<ClaimParts>,
     in_flight: Option<AttemptCall>,
     /// When the last attempt was sent.
@@ -92,9 +92,9 @@ impl PendingClaim {
     ///
     /// The in-process store responds at once, so its callers need no timer and no suspension.
     ///
-    /// A backend must not repeat the request. Its first request could reach the store after the
-    /// second one was released, and the engine releases late grants only of attempts that it
-    /// counted.
+    /// A backend must not repeat the request by itself, because the engine counts one attempt per
+    /// call. If the first request reached the store after the release, its grant would be an
+    /// additional one, and the engine would not release it.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between
         // send and reply; counting from the reply would let us trust a lease that is already over.
@@ -114,9 +114,9 @@ impl PendingClaim {
         }
     }
 
-    /// Sends one request for all claims, if the store has a batch and the claims are in one shard.
-    /// Otherwise sends nothing and returns false. [`response`](Self::response) returns the response
-    /// to each claim.
+    /// Sends one request for all claims, if there are at least two, the store has batches, and the
+    /// claims are in one shard. Otherwise sends nothing and returns false.
+    /// [`response`](Self::response) returns the response to each claim.
     pub(crate) async fn send_all(pending: &mut [Self], engine: &Engine) -> bool {
         let Some(first) = pending.first() else { return false };
         let shard = engine.backend.shard(first.claim());
@@ -154,11 +154,11 @@ impl PendingClaim {
         true
     }
 
-    /// Returns `outcome` if [`send`](Self::send) returned one. Otherwise waits for the response, at
-    /// most for the operation time-out.
+    /// Returns `outcome` if [`send`](Self::send) returned one. Otherwise waits for the response for
+    /// at most the operation time-out.
     ///
-    /// If the connection broke while it was idle, repeats the request once. The first poll must
-    /// be within the same poll of the same task as `send`.
+    /// If the connection broke while it was idle, repeats the request once. After `send`, the
+    /// caller must poll this future for the first time within the same poll of its task.
     ///
     /// # Errors
     /// [`Abandoned`] if the future was not polled for the length of a lease.
@@ -220,7 +220,7 @@ impl PendingClaim {
         AttemptOutcome::Responded(self.sent_at, response)
     }
 
-    /// Converts this to an active grant.
+    /// Converts this claim to an active grant.
     ///
     /// If the lease ended before the response arrived, returns `Err` with a new claim that has the
     /// same local permit. The old claim is released in the background.
@@ -250,8 +250,8 @@ impl PendingClaim {
             });
             Box::new(Self::new(permit, fresh, options))
         });
-        // Only after the grant or the new claim is counted, so that `close` always counts this
-        // caller.
+        // The old claim stops counting only after the grant or the new claim counts, so that
+        // `close` always counts this caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
             Err(late) => late.engine().pending_claims.leave(),
@@ -259,8 +259,8 @@ impl PendingClaim {
         confirmed
     }
 
-    /// If the request has no response, passes its claim to the background releaser and replaces it
-    /// by a new claim. Only a request with a response may be repeated with the same id.
+    /// If the last request has no response yet, passes its claim to the background releaser and
+    /// replaces it by a new claim. Only a request with a response may be repeated with the same id.
     pub(crate) fn replace_unresolved(&mut self, fresh: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
@@ -332,8 +332,8 @@ async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> FirstPoll<Atte
     first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
 }
 
-/// Makes an attempt for all claims in one step, or one for each claim if the store declines.
-/// Returns the response to each claim.
+/// Makes one attempt for all claims together, or one attempt per claim if the store declines the
+/// batch. Returns the response to each claim.
 async fn attempt_all(
     backend: &dyn LockBackend,
     claims: &[Claim],
@@ -367,7 +367,8 @@ async fn finish_and_release(
     queued: bool,
 ) {
     let limit = pending_release.engine.defaults.operation_timeout;
-    // After a panic in a poll by the caller, the next poll here panics too. The outcome is unknown.
+    // If the call panicked when its caller polled it, it panics here too. The outcome is then
+    // unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
     tokio::pin!(call);
     let response = match tokio::time::timeout(limit, &mut call).await {
@@ -384,14 +385,16 @@ async fn finish_and_release(
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match response.unwrap_or_else(panicked) {
-        // Without earlier attempts, there is nothing to release.
+        // Without a queue entry and without earlier attempts of unknown outcome, there is nothing
+        // to release.
         Ok(Attempt::Busy(busy))
             if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
         {
             return;
         }
         Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
-        // The earlier attempts may each cause another grant, after this one is released.
+        // Each earlier attempt of unknown outcome may cause another grant, after this one is
+        // released.
         Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
             pending_release.possible_grants += 1
         }

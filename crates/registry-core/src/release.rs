@@ -44,8 +44,8 @@ pub(crate) struct PendingRelease {
 }
 
 impl PendingRelease {
-    /// Creates the release of a claim without a local permit. All attempts of this claim have a
-    /// known outcome.
+    /// Creates the release of a claim without a local permit. Assumes that all attempts of the
+    /// claim have a known outcome; otherwise, the caller sets `possible_grants`.
     pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
         Self {
             lease: claim.lease(),

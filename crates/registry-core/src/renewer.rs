@@ -147,7 +147,8 @@ impl LeaseRenewer {
 
 impl Drop for LeaseRenewer {
     fn drop(&mut self) {
-        // The queue also closes when the runtime shuts down, because the runtime drops this task.
+        // This also closes the queue when the runtime shuts down, because the runtime drops this
+        // task.
         self.invalidations.close();
     }
 }
@@ -172,7 +173,7 @@ impl PendingBatches {
     }
 }
 
-/// A renewal call that has completed: the grants that it renewed, and their responses.
+/// A renewal call that has completed: its grants, and the responses to them.
 struct CompletedBatch {
     /// The references are weak, so that a grant that ends during the call does not keep its local
     /// lock alive.

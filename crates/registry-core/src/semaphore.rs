@@ -46,8 +46,8 @@ impl Semaphore {
     ///
     /// # Errors
     /// As [`DistributedLock::lock`]. [`LockError::OtherUnits`] if the held permits state another
-    /// number of units. [`LockError::Unsupported`] if the store has no permits, before any
-    /// I/O.
+    /// number of units. [`LockError::Unsupported`], before any I/O, if the store does not support
+    /// permits.
     ///
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
@@ -132,8 +132,8 @@ impl Semaphore {
         self.try_acquire_with(take, LockOptions::new()).await
     }
 
-    /// Takes one unit, waiting at most `wait`. Returns `Ok(None)` if it could take none before the
-    /// deadline.
+    /// Takes one unit, waiting at most `wait`. Returns `Ok(None)` if it could not take one before
+    /// the deadline.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire) and [`DistributedLock::try_lock_for`].

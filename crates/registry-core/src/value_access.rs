@@ -42,7 +42,7 @@ impl Engine {
     }
 }
 
-/// Returns the value blocks of a backend that declares them.
+/// Returns the value store of a backend whose capabilities declare value blocks.
 fn values(backend: &dyn LockBackend) -> Result<&dyn ValueStore, BackendError> {
     backend.values().ok_or_else(|| {
         let message =
@@ -96,15 +96,16 @@ impl LockGuard {
     /// Writes the value block of the key. The store verifies in the same step that this guard holds
     /// the key, so a holder that has lost its lock writes nothing.
     ///
-    /// After this call, the lock is released in the store instead of being handed over to a local
-    /// caller: a late write must not take effect during the next hold.
+    /// After this call, the end of the hold releases the lock in the store and does not hand it
+    /// over to a local caller: a late write must not take effect during the next hold.
     ///
     /// # Errors
     /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::MAX_BYTES`] bytes
     /// or a guard that is not exclusive. [`LockError::Unsupported`] if the store has no [value
     /// blocks](crate::Capabilities::values). [`LockError::Lost`] if the lock is not held any more.
-    /// [`LockError::Backend`] if the store did not confirm the write. The write may take effect
-    /// while the lock is held, even after a later write of this guard. The call may be repeated.
+    /// [`LockError::Backend`] if the store did not confirm the write. Such a write may still take
+    /// effect while the lock is held, even after a later write of this guard. The call may be
+    /// repeated.
     ///
     /// # Cancel safety
     /// If the future is dropped, the value may or may not be written, but not after the end of this

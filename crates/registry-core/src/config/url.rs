@@ -15,8 +15,8 @@ use crate::error::{BackendError, BackendErrorKind};
 
 /// The parts of a URL: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
 ///
-/// Errors show only the scheme and fixed text, because any other part may contain a password. This
-/// is most likely in a malformed URL.
+/// Errors show only the scheme and fixed text, because any other part may contain a password, above
+/// all in a malformed URL.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct UrlParts<'a> {
@@ -39,9 +39,9 @@ pub type Host = (String, u16);
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Login {
-    /// The user; may be empty.
+    /// The user. May be empty.
     pub user: Secret,
-    /// The password; `None` without a colon.
+    /// The password. `None` if the login contains no colon.
     pub password: Option<Secret>,
 }
 
@@ -94,7 +94,8 @@ impl<'a> UrlParts<'a> {
     /// Returns the options of the query, decoded. A value may be a password.
     ///
     /// # Errors
-    /// `Misconfigured` for an option without a value.
+    /// `Misconfigured` for an option without a value, and for one that [`text`](Self::text) cannot
+    /// decode.
     pub fn options(&self) -> Result<Vec<(String, Secret)>, BackendError> {
         let pairs = self.query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty());
         pairs
@@ -103,7 +104,8 @@ impl<'a> UrlParts<'a> {
                     let value = Secret::new(self.text(value, "an option")?);
                     Ok((self.text(name, "an option")?, value))
                 }
-                // The error does not show the text, which may be the rest of a password with a `?`.
+                // The error does not show the text. If a password contains a `?`, the text may be
+                // the rest of that password.
                 None => Err(self.invalid("contains an option without a value; write `name=value`")),
             })
             .collect()
@@ -111,10 +113,11 @@ impl<'a> UrlParts<'a> {
 
     /// Returns the login and the undecoded hosts.
     ///
-    /// Refuses an `@` anywhere else in the URL, because it may be part of a password.
+    /// Refuses an `@` in the login, the path or the query, because it may be part of a password.
     ///
     /// # Errors
-    /// `Misconfigured` without an authority; `syntax` is the hint.
+    /// `Misconfigured` for a URL without an authority, with `syntax` as the hint. `Misconfigured`
+    /// for such an `@`, and for a login that [`text`](Self::text) cannot decode.
     pub fn login_and_hosts(&self, syntax: &str) -> Result<(Option<Login>, &'a str), BackendError> {
         let Some(authority) = self.authority else {
             return Err(self.invalid(&format!("contains no server; {syntax}")));
@@ -147,7 +150,7 @@ impl<'a> UrlParts<'a> {
     /// Parses one server with an optional port.
     ///
     /// # Errors
-    /// `Misconfigured` if `host` has another syntax.
+    /// `Misconfigured` if `host` is not a server with an optional port.
     pub fn host(&self, host: &str, default_port: u16) -> Result<Host, BackendError> {
         parse_host(host, default_port).ok_or_else(|| self.invalid_host())
     }
@@ -161,7 +164,8 @@ impl<'a> UrlParts<'a> {
         )
     }
 
-    /// Parses a list of distinct servers.
+    /// Parses a list of distinct servers. `syntax` is the hint in the errors for an empty list and
+    /// for an invalid server.
     ///
     /// # Errors
     /// `Misconfigured` for an empty list, an invalid server, or a server that is listed twice.
@@ -192,7 +196,7 @@ impl<'a> UrlParts<'a> {
         Ok(servers)
     }
 
-    /// Decodes text. If the text is not UTF-8, the error names it with `what`.
+    /// Decodes `part`. The error for text that is not UTF-8 calls the text `what`.
     ///
     /// # Errors
     /// `Misconfigured` for text that is not UTF-8 or has an invalid percent-encoding.
@@ -222,8 +226,8 @@ impl<'a> UrlParts<'a> {
         path_from_bytes(path).ok_or_else(|| self.invalid("contains a path that is not UTF-8"))
     }
 
-    /// Decodes percent-encoding. Refuses a `%` without two hexadecimal digits, which usually should
-    /// be `%25`.
+    /// Decodes percent-encoding. Refuses a `%` without two hexadecimal digits, because it usually
+    /// stands for the character itself.
     fn decode(&self, part: &str) -> Result<Vec<u8>, BackendError> {
         if !is_well_encoded(part) {
             return Err(self.invalid(
@@ -233,7 +237,8 @@ impl<'a> UrlParts<'a> {
         Ok(percent_decode_str(part).collect())
     }
 
-    /// Returns the error for this URL. `problem` is a predicate and contains no secret.
+    /// Returns the error for this URL. `problem` continues the sentence that begins with "the store
+    /// URL", and contains no secret.
     #[must_use]
     pub fn invalid(&self, problem: &str) -> BackendError {
         let message = format!("the `{}:` store URL {problem}", self.scheme);
