@@ -1,4 +1,4 @@
-//! Parses the options in `#[locked(..)]`. The module `key` checks which names a key may use.
+//! Parses the options in `#[locked(..)]`. The module `key` checks the placeholders of a key.
 
 use proc_macro2::{Span, TokenStream};
 use quote::{quote, quote_spanned};
@@ -74,7 +74,7 @@ impl Parse for Options {
     }
 }
 
-/// `name = value`. The name may be a keyword, for `crate`.
+/// `name = value`. The name may be a keyword, because one option is `crate`.
 struct Assignment {
     name: Ident,
     value: Expr,
@@ -90,7 +90,7 @@ impl Parse for Assignment {
 
 fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
     match value {
-        // A fragment of a `macro_rules!` macro.
+        // `macro_rules!` passes a captured fragment as a group.
         Expr::Group(group) => text_or_code(*group.expr, expected),
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Ok(Value::Text(text)),
         Expr::Lit(other) => Err(Error::new(other.span(), format!("expected {expected}"))),
@@ -98,7 +98,7 @@ fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
     }
 }
 
-/// Returns an expression, which may be in quotes.
+/// Returns `value` as an expression. If `value` is a string, parses the text of the string.
 fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
     match text_or_code(value, expected)? {
         Value::Code(code) => Ok(code),
@@ -108,7 +108,7 @@ fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
     }
 }
 
-/// Returns an expression of type `Duration`. A time in quotes is parsed during the expansion.
+/// Returns an expression of type `Duration`. A time in quotes is parsed during macro expansion.
 fn time(value: Expr) -> syn::Result<TokenStream> {
     let expected = "a time such as \"30s\", \"1500ms\" or \"1m 30s\"";
     match text_or_code(value, &format!("{expected}, or a `Duration`"))? {

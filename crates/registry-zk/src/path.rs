@@ -13,7 +13,7 @@ pub(crate) struct Paths {
     /// Parent of all keys, without a trailing slash. Empty for the root of the tree.
     base: String,
     layout: Layout,
-    /// The recipe of Curator's semaphore: the queue is a child of the key's node.
+    /// True for the recipe of Curator's semaphore, in which the queue is a child of the key's node.
     is_semaphore: bool,
 }
 
@@ -22,7 +22,7 @@ impl Paths {
         Self { base, layout, is_semaphore: false }
     }
 
-    /// Returns the same paths, for the recipe of Curator's semaphore or not.
+    /// Sets whether the paths follow the recipe of Curator's semaphore.
     pub(crate) fn with_semaphore(mut self, is_semaphore: bool) -> Self {
         self.is_semaphore = is_semaphore;
         self
@@ -57,8 +57,9 @@ impl Paths {
         }
     }
 
-    /// Returns the node of the value block of `key`. It is no key's node: after a `%`, these have
-    /// two hexadecimal digits.
+    /// Returns the node of the value block of `key`. Only [`Layout::Native`] has value blocks. No
+    /// key has this node, because each `%` in the name of a key's node is followed by two
+    /// hexadecimal digits.
     pub(crate) fn value_path(&self, key: &Key) -> String {
         self.node_path(key) + "%value"
     }
@@ -111,8 +112,9 @@ fn check_curator_key(key: &str, is_top_level: bool, is_semaphore: bool) -> Resul
         }
         // Curator treats every child of a lock's node as a contender. It sorts the children by the
         // text after `lock-`, or by the whole name. If a permanent child sorted before a number, no
-        // contender would ever be the head. Numbers begin with `1` only after 10⁹ children, and
-        // never with `3`.
+        // contender would ever be the head. The numbers have ten digits and begin with `0` until
+        // the node has had 10⁹ children. A segment that begins with a larger character thus sorts
+        // after them. From `3` on, this holds for any number of children.
         if n > 0 && segment.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
                 "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \

@@ -3,10 +3,10 @@
 //!
 //! The leader expires a session if it learns of no activity for the session time-out. Other servers
 //! report the activity of their clients to the leader in batches, twice per tick. A response
-//! therefore does not prove that the leader knows of the answered request. A response proves that
-//! the leader knows of earlier requests. The earlier requests must have been answered at least
-//! [`report_delay_max`] before the new request was sent. This delay covers any tick, because the
-//! shortest session that servers grant by default is two ticks.
+//! therefore does not prove that the leader knows of the answered request. It proves that the
+//! leader knows of each earlier request that was answered at least [`report_delay_max`] before the
+//! new request was sent. This delay is at least half a tick, because the shortest session that
+//! servers grant by default is two ticks.
 //!
 //! The time at which a request arrives at the server is unknown, but it is before the response. The
 //! delay therefore counts from the response. A network or a server can delay requests until they
@@ -26,7 +26,7 @@ pub(crate) struct SessionValidity {
     timeout: Duration,
     /// The writes that a majority has committed, oldest first.
     committed_writes: Vec<CommittedWrite>,
-    /// The leader has learned of activity in the session at this time or later.
+    /// The leader knows of activity in the session at this time or later.
     confirmed_at: Moment,
 }
 
@@ -37,8 +37,8 @@ struct CommittedWrite {
     response_at: Moment,
 }
 
-/// Returns the maximum delay until the leader learns of activity in a session of this time-out: at
-/// least half a tick.
+/// Returns the maximum delay until the leader learns of activity in a session of this time-out. The
+/// result is at least half a tick.
 fn report_delay_max(timeout: Duration) -> Duration {
     timeout / 4
 }
@@ -74,7 +74,7 @@ impl SessionValidity {
     }
 }
 
-/// The minimum interval between two recorded writes, as a fraction of the time-out.
+/// The minimum interval between two recorded writes is the time-out divided by this number.
 const WRITE_SPACING: u32 = 40;
 
 #[cfg(test)]
