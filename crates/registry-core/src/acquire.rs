@@ -519,7 +519,7 @@ impl Acquisition<'_> {
             (pending, outcome) = suspension.during(pending, pause).await?;
             outcome?;
             // After a request without a response, the next attempt uses a new claim.
-            pending.replace_unresolved(|| self.fresh_claim(key));
+            pending.replace_unanswered_claim(|| self.fresh_claim(key));
         }
     }
 

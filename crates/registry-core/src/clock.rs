@@ -115,7 +115,7 @@ struct ClockOrigin {
     /// On the boot clock, which counts suspension.
     boot: i64,
     /// The time by which the boot clock was ahead of the monotonic clock.
-    boot_ahead: i64,
+    boot_minus_monotonic: i64,
 }
 
 impl ClockOrigin {
@@ -123,7 +123,7 @@ impl ClockOrigin {
     fn new(instant: Instant) -> Self {
         let mut shortest = Duration::MAX;
         let mut boot_at_origin = 0;
-        let mut boot_ahead = i64::MIN;
+        let mut boot_minus_monotonic = i64::MIN;
         // The clocks should be read at the same time, but the thread may be interrupted between two
         // reads. The fastest of 16 rounds therefore counts.
         for _ in 0..16 {
@@ -134,9 +134,9 @@ impl ClockOrigin {
                 shortest = elapsed;
                 boot_at_origin = boot.saturating_sub(nanos_between(instant, before));
             }
-            boot_ahead = boot_ahead.max(boot_ahead_ns());
+            boot_minus_monotonic = boot_minus_monotonic.max(boot_minus_monotonic_ns());
         }
-        Self { instant, boot: boot_at_origin, boot_ahead }
+        Self { instant, boot: boot_at_origin, boot_minus_monotonic }
     }
 }
 
@@ -175,7 +175,7 @@ fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     }
     // A test may pause tokio's clock, so the difference alone proves no suspension. The clocks of
     // the system must confirm it.
-    let total = boot_ahead_ns().saturating_sub(origin.boot_ahead);
+    let total = boot_minus_monotonic_ns().saturating_sub(origin.boot_minus_monotonic);
     if total - known <= READ_JITTER {
         return known;
     }
@@ -185,7 +185,7 @@ fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
 /// Returns the time by which the boot clock is ahead of the monotonic clock. The result may be
 /// slightly too low, because this function reads the boot clock first.
 #[cfg(any(target_os = "linux", target_os = "android"))]
-fn boot_ahead_ns() -> i64 {
+fn boot_minus_monotonic_ns() -> i64 {
     let boot = boot_ns();
     boot.saturating_sub(clock_ns(nix::time::ClockId::CLOCK_MONOTONIC))
 }
@@ -202,7 +202,7 @@ fn clock_ns(clock: nix::time::ClockId) -> i64 {
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
-fn boot_ahead_ns() -> i64 {
+fn boot_minus_monotonic_ns() -> i64 {
     0
 }
 

@@ -9,7 +9,7 @@
 //! *meets* another holder when its attempt finds the key held.
 //!
 //! - Hand-over: a claim of a contended key is handed over within the process for at most
-//!   [`CONTENDED_SPAN`] after its grant.
+//!   [`CONTENDED_HAND_OVER_MAX`] after its grant.
 //! - Pause: after the release of such a claim, the process pauses before its next attempt. The
 //!   pause is a quarter of the time for which the process held the claim. If the store does not
 //!   wake waiters, the pause is all of this time.
@@ -18,7 +18,7 @@
 //! - Longer delay: if programs other than this library poll, each delay is a fifth of the holding
 //!   time, from [`DELAY`] to [`POLLED_DELAY_MAX`]. These programs can then find the key free. If
 //!   the process also usually meets [`MANY_HOLDERS_MIN`] or more holders, the delays last for
-//!   [`USUALLY_MET_MAX`] holders.
+//!   [`USUAL_HOLDERS_MAX`] holders.
 //! - Pause without contention: a process that has met no other holder pauses each time that it has
 //!   held the key for [`FairnessLimits::uncontended_hold_max`] in total. Waiting processes can then
 //!   acquire the key.
@@ -36,7 +36,7 @@ use crate::clock::Moment;
 use crate::key::Key;
 
 /// The time after a grant in which a claim of a contended key may be handed over within a process.
-pub(crate) const CONTENDED_SPAN: Duration = Duration::from_millis(20);
+pub(crate) const CONTENDED_HAND_OVER_MAX: Duration = Duration::from_millis(20);
 
 /// The contention for the keys that this registry has released. An entry is valid for
 /// [`FairnessLimits::pause`] after the release.
@@ -56,9 +56,9 @@ struct FairnessLimits {
     uncontended_pause: Duration,
     /// The store does not wake waiters, so waiters poll.
     waiters_poll: bool,
-    /// The minimum of [`Contention::usually_met`] once it has reached [`MANY_HOLDERS_MIN`]. Zero
+    /// The minimum of [`Contention::usual_holders`] once it has reached [`MANY_HOLDERS_MIN`]. Zero
     /// unless programs other than this library poll.
-    usually_met_min: u32,
+    usual_holders_min: u32,
 }
 
 /// The contention for one key between this process and other processes. Each turn passes this value
@@ -69,14 +69,14 @@ pub(crate) struct Contention {
     /// consecutive pauses after which the process met no other holder.
     contended: bool,
     /// The number of other holders that the process usually meets in a turn.
-    usually_met: u32,
+    usual_holders: u32,
     /// The number of other holders that the process has met in this turn.
-    met: u32,
+    holders_met: u32,
     /// The time of this process's last release of the key.
     released_at: Option<Moment>,
     /// The pause after this release.
     pause: Duration,
-    /// The delay of an attempt that follows a wake-up, while `met` is less than `usually_met`.
+    /// The delay of an attempt that follows a wake-up, while `holders_met` is less than `usual_holders`.
     delay: Duration,
     /// The number of consecutive pauses after which the process met no other holder.
     pauses_without_contention: u32,
@@ -109,18 +109,19 @@ impl Fairness {
     /// Updates `contention` when the store has granted the claim of this turn.
     pub(crate) fn on_grant(&self, contention: &mut Contention) {
         let Some(limits) = self.limits else { return };
-        if contention.met > 0 {
+        if contention.holders_met > 0 {
             contention.contended = true;
             contention.pauses_without_contention = 0;
             contention.held_since_pause = Duration::ZERO;
-            if contention.met >= contention.usually_met {
-                let usually_met = contention.met.min(USUALLY_MET_MAX);
+            if contention.holders_met >= contention.usual_holders {
+                let usual_holders = contention.holders_met.min(USUAL_HOLDERS_MAX);
                 // Among a few processes, the pauses alone leave the key free often enough for
                 // programs that poll.
-                let min = if usually_met < MANY_HOLDERS_MIN { 0 } else { limits.usually_met_min };
-                contention.usually_met = usually_met.max(min);
+                let min =
+                    if usual_holders < MANY_HOLDERS_MIN { 0 } else { limits.usual_holders_min };
+                contention.usual_holders = usual_holders.max(min);
             } else if fastrand::u32(..DECAY_ONE_IN) == 0 {
-                contention.usually_met -= 1;
+                contention.usual_holders -= 1;
             }
         } else if !contention.pause.is_zero() {
             contention.held_since_pause = Duration::ZERO;
@@ -129,7 +130,7 @@ impl Fairness {
                 *contention = Contention::default();
             }
         }
-        contention.met = 0;
+        contention.holders_met = 0;
         contention.pause = Duration::ZERO;
     }
 
@@ -162,20 +163,20 @@ impl FairnessLimits {
         let polled_pause = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
         let (pause, uncontended_pause, holds_per_pause) =
             if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled_pause, polled_pause, 40) };
-        let usually_met_min = if store.peer_poll.is_some() { USUALLY_MET_MAX } else { 0 };
+        let usual_holders_min = if store.peer_poll.is_some() { USUAL_HOLDERS_MAX } else { 0 };
         Self {
             pause,
             uncontended_pause,
             uncontended_hold_max: uncontended_pause * holds_per_pause,
             waiters_poll: !store.wakes,
-            usually_met_min,
+            usual_holders_min,
         }
     }
 
     /// Returns the delay of attempts after a turn that held the claim for `held_for`. During the
     /// delay, polls of programs other than this library find the key free.
     fn delay_of(&self, held_for: Duration) -> Duration {
-        if self.usually_met_min == 0 {
+        if self.usual_holders_min == 0 {
             DELAY
         } else {
             (held_for / 5).clamp(DELAY, POLLED_DELAY_MAX)
@@ -223,12 +224,12 @@ impl Contention {
 
     /// Records that an attempt has found another holder.
     pub(crate) fn on_busy(&mut self) {
-        self.met = self.met.saturating_add(1);
+        self.holders_met = self.holders_met.saturating_add(1);
     }
 
     /// Returns the time to wait between a wake-up and the attempt that follows it.
     pub(crate) fn delay_after_wake(&self) -> Duration {
-        if self.met < self.usually_met { self.delay } else { Duration::ZERO }
+        if self.holders_met < self.usual_holders { self.delay } else { Duration::ZERO }
     }
 }
 
@@ -249,13 +250,13 @@ const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::usually_met`]. Without a maximum, if many processes compete, nearly
+/// The maximum of [`Contention::usual_holders`]. Without a maximum, if many processes compete, nearly
 /// all of them would delay all their attempts.
-const USUALLY_MET_MAX: u32 = 16;
-/// If [`Contention::usually_met`] reaches this value and programs other than this library poll, the
-/// delays last for [`USUALLY_MET_MAX`] holders.
+const USUAL_HOLDERS_MAX: u32 = 16;
+/// If [`Contention::usual_holders`] reaches this value and programs other than this library poll, the
+/// delays last for [`USUAL_HOLDERS_MAX`] holders.
 const MANY_HOLDERS_MIN: u32 = 4;
-/// A turn with fewer other holders than usual lowers [`Contention::usually_met`] by one, with a
+/// A turn with fewer other holders than usual lowers [`Contention::usual_holders`] by one, with a
 /// probability of one in this number.
 const DECAY_ONE_IN: u32 = 8;
 /// The maximum number of keys in [`Fairness::released`].
@@ -285,13 +286,13 @@ mod tests {
         fairness.contention(&key()).expect("this store needs fairness between processes")
     }
 
-    /// Runs one turn that meets `met` other holders and holds the claim for `hold`. Returns the
+    /// Runs one turn that meets `holders_met` other holders and holds the claim for `hold`. Returns the
     /// pause before the turn.
-    async fn turn(fairness: &Fairness, met: u32, hold: Duration) -> Duration {
+    async fn turn(fairness: &Fairness, holders_met: u32, hold: Duration) -> Duration {
         let mut contention = contention(fairness);
         let pause = contention.pause_end().map_or(Duration::ZERO, |end| end.since(Moment::now()));
         advance(pause).await;
-        (0..met).for_each(|_| contention.on_busy());
+        (0..holders_met).for_each(|_| contention.on_busy());
         fairness.on_grant(&mut contention);
         let granted_at = Moment::now();
         advance(hold).await;

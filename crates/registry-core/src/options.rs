@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::capabilities::Capabilities;
 use crate::error::InvalidOption;
-use crate::fairness::CONTENDED_SPAN;
+use crate::fairness::CONTENDED_HAND_OVER_MAX;
 use crate::lease::{LeaseOptions, lease_covering};
 use crate::mode::ClaimMode;
 use crate::owner::Owner;
@@ -182,7 +182,7 @@ impl HandOverLimits {
         // Each hand-over uses a token. Tokens must not be ahead of the store's clock, where one
         // token is one microsecond.
         let is_behind_clock = times < Self::UNTIMED_MAX || u128::from(times) < held_for.as_micros();
-        let span = if contended { CONTENDED_SPAN } else { Self::SPAN_MAX };
+        let span = if contended { CONTENDED_HAND_OVER_MAX } else { Self::SPAN_MAX };
         times < max && held_for < span && is_behind_clock
     }
 

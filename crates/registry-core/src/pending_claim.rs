@@ -261,7 +261,7 @@ impl PendingClaim {
 
     /// If the last request has no response yet, passes its claim to the background releaser and
     /// replaces it by a new claim. Only a request with a response may be repeated with the same id.
-    pub(crate) fn replace_unresolved(&mut self, fresh: impl FnOnce() -> Claim) {
+    pub(crate) fn replace_unanswered_claim(&mut self, fresh: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
         }

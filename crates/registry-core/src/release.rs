@@ -93,7 +93,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
     if pending.possible_grants > freed {
         let background = pending.engine.background.clone();
-        background.submit_release(Box::pin(reap_late_grants(pending, freed)));
+        background.submit_release(Box::pin(release_late_grants(pending, freed)));
     }
     outcome
 }
@@ -141,7 +141,7 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
 /// all `possible_grants` are released, or when the lease is over.
-async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
+async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;

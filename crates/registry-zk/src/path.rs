@@ -94,7 +94,7 @@ impl Paths {
     }
 }
 
-fn check_curator_key(key: &str, is_top_level: bool, is_semaphore: bool) -> Result<(), InvalidKey> {
+fn check_curator_key(key: &str, base_is_root: bool, is_semaphore: bool) -> Result<(), InvalidKey> {
     if key.chars().any(|c| !is_path_char(c)) {
         return Err(InvalidKey::layout(
             "it contains a character that ZooKeeper does not allow in paths",
@@ -107,7 +107,7 @@ fn check_curator_key(key: &str, is_top_level: bool, is_semaphore: bool) -> Resul
         if segment == "." || segment == ".." {
             return Err(InvalidKey::layout("it has `.` or `..` as a path segment"));
         }
-        if n == 0 && is_top_level && segment == "zookeeper" {
+        if n == 0 && base_is_root && segment == "zookeeper" {
             return Err(InvalidKey::layout("`/zookeeper` is reserved for the servers"));
         }
         // Curator treats every child of a lock's node as a contender. It sorts the children by the
@@ -123,7 +123,7 @@ fn check_curator_key(key: &str, is_top_level: bool, is_semaphore: bool) -> Resul
         }
         if n > 0 && is_semaphore && segment == LEASES {
             return Err(InvalidKey::layout(
-                "a segment after `/` is `leases`, like the parent of the parent key's permits",
+                "a segment after `/` is `leases`, like the node that contains the parent key's permits",
             ));
         }
         if n > 0 && ["lock", "__READ__", "__WRIT__"].iter().any(|part| segment.contains(part)) {

@@ -61,7 +61,7 @@ impl SessionValidity {
             // The older writes give no additional proof.
             self.committed_writes.drain(..=reported);
         }
-        let spacing = self.timeout / WRITE_SPACING;
+        let spacing = self.timeout / WRITE_SPACING_DIVISOR;
         // Writes that closely follow a recorded write are skipped, which keeps the list short.
         if self.committed_writes.last().is_none_or(|last| last.sent_at.after(spacing) <= sent_at) {
             self.committed_writes.push(CommittedWrite { sent_at, response_at });
@@ -75,7 +75,7 @@ impl SessionValidity {
 }
 
 /// The minimum interval between two recorded writes is the time-out divided by this number.
-const WRITE_SPACING: u32 = 40;
+const WRITE_SPACING_DIVISOR: u32 = 40;
 
 #[cfg(test)]
 mod tests {

@@ -20,7 +20,7 @@ use crate::faulty::Faults;
 /// attempts, regardless of the order in which the attempts are repeated.
 pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
-    let claims: Vec<_> = (0..6).map(|_| joining(context, ClaimMode::Exclusive)).collect();
+    let claims: Vec<_> = (0..6).map(|_| queueing_claim(context, ClaimMode::Exclusive)).collect();
     granted(&*clients[0], &claims[0]).await;
     for (n, claim) in claims.iter().enumerate().skip(1) {
         assert!(busy(&*clients[n % 3], claim).await.is_queued, "the waiter has no place");
@@ -40,7 +40,7 @@ pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &Test
 pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let waiter = joining(context, ClaimMode::Exclusive);
+    let waiter = queueing_claim(context, ClaimMode::Exclusive);
     busy(&*second, &waiter).await;
     freed(&*first, &holder).await;
     for client in [&first, &second] {
@@ -59,9 +59,9 @@ pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContex
 pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let dead = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    let dead = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     busy(&*second, &dead).await;
-    let next = joining(context, ClaimMode::Exclusive);
+    let next = queueing_claim(context, ClaimMode::Exclusive);
     busy(&*second, &next).await;
     freed(&*first, &holder).await;
     busy(&*second, &next).await;
@@ -76,9 +76,9 @@ pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) 
 pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let waiter = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    let waiter = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     busy(&*second, &waiter).await;
-    let behind = joining(context, ClaimMode::Exclusive);
+    let behind = queueing_claim(context, ClaimMode::Exclusive);
     busy(&*first, &behind).await;
     for _ in 0..9 {
         sleep(context.renewed_lease() / 4).await;
@@ -98,7 +98,7 @@ pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestCon
 pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let waiters: Vec<_> = (0..4).map(|_| joining(context, ClaimMode::Exclusive)).collect();
+    let waiters: Vec<_> = (0..4).map(|_| queueing_claim(context, ClaimMode::Exclusive)).collect();
     for waiter in &waiters {
         busy(&*second, waiter).await;
     }
@@ -121,7 +121,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.claim(ClaimMode::Exclusive).with_lease(context.short_lease());
     granted(&*first, &holder).await;
-    let waiters = [(); 2].map(|()| joining(context, ClaimMode::Exclusive));
+    let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
         busy(&*second, waiter).await;
     }
@@ -138,7 +138,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
 pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     context.held_in(&*first, ClaimMode::Exclusive).await;
-    let waiters = [(); 2].map(|()| joining(context, ClaimMode::Exclusive));
+    let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
         busy(&*second, waiter).await;
     }
@@ -159,7 +159,7 @@ pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
 pub async fn the_next_waiter_is_woken(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let waiters = [(); 3].map(|()| joining(context, ClaimMode::Exclusive));
+    let waiters = [(); 3].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
         busy(&*second, waiter).await;
     }
@@ -180,9 +180,9 @@ pub async fn the_next_waiter_is_woken(context: &TestContext) {
 pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
-    let early = [(); 2].map(|()| joining(context, ClaimMode::Shared));
-    let writer = joining(context, ClaimMode::Exclusive);
-    let late = [(); 2].map(|()| joining(context, ClaimMode::Shared));
+    let early = [(); 2].map(|()| queueing_claim(context, ClaimMode::Shared));
+    let writer = queueing_claim(context, ClaimMode::Exclusive);
+    let late = [(); 2].map(|()| queueing_claim(context, ClaimMode::Shared));
     for claim in early.iter().chain([&writer]).chain(&late) {
         busy(&*second, claim).await;
     }
@@ -211,9 +211,9 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
     let permit = |take| ClaimMode::Permits { take, of: 3 };
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, permit(2)).await;
-    let three = joining(context, permit(3));
+    let three = queueing_claim(context, permit(3));
     assert!(busy(&*second, &three).await.is_queued, "the waiter has no place");
-    let one = joining(context, permit(1));
+    let one = queueing_claim(context, permit(1));
     busy(&*first, &one).await;
     busy(&*first, &context.claim(permit(1))).await;
     freed(&*first, &holder).await;
@@ -231,7 +231,7 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
 pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestContext) {
     let client = context.client().await;
     for _ in 0..3 {
-        let claim = joining(context, ClaimMode::Exclusive);
+        let claim = queueing_claim(context, ClaimMode::Exclusive);
         let token = granted(&*client, &claim).await.token;
         let again = granted(&*client, &claim).await;
         assert!(!context.capabilities().fencing || again.token == token, "{again:?}");
@@ -282,7 +282,7 @@ pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestCon
     }
     unlock(guard).await;
     for caller in callers {
-        finished(context, caller).await;
+        output_of(context, caller).await;
     }
     assert_eq!(*order.lock().await, [0, 1, 2, 3]);
 }
@@ -293,7 +293,7 @@ pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &Te
     let (holding, other) = (context.registry().await, context.registry().await);
     let (waiting, count) = context.counting_registry().await;
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
-    let caller = waits_fairly(&waiting);
+    let caller = spawn_fair_lock(&waiting);
     context.eventually("the caller has a place in the queue", async || count.queued() > 0).await;
     unlock(guard).await;
     // `None`, because the waiter is still queued or already holds the lock.
@@ -301,7 +301,7 @@ pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &Te
         let none = registry.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(none.is_none(), "a call overtook the fair one");
     }
-    let guard = finished(context, caller).await;
+    let guard = output_of(context, caller).await;
     unlock(guard).await;
     context.assert_becomes_free(&other, "orders:42").await;
 }
@@ -317,17 +317,17 @@ pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &Tes
     let none = waiting.obtain("orders:42").try_lock_with(fair().wait(wait)).await;
     assert!(none.expect("busy is no error").is_none());
     let before = count.queued();
-    let dropped = waits_fairly(&waiting);
+    let dropped = spawn_fair_lock(&waiting);
     context
         .eventually("the caller has a place in the queue", async || count.queued() > before)
         .await;
-    let caller = waits_fairly(&next);
+    let caller = spawn_fair_lock(&next);
     context
         .eventually("the caller has a place in the queue", async || count_of_next.queued() > 0)
         .await;
     dropped.abort();
     unlock(guard).await;
-    unlock(finished(context, caller).await).await;
+    unlock(output_of(context, caller).await).await;
     context.assert_becomes_free(&holding, "orders:42").await;
 }
 
@@ -336,9 +336,10 @@ pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &Tes
 pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestContext) {
     let (dead, waiting) = (context.client().await, context.registry().await);
     let holder = context.held_in(&*dead, ClaimMode::Exclusive).await;
-    let dead_waiter = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    let dead_waiter =
+        queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     busy(&*dead, &dead_waiter).await;
-    let caller = waits_fairly(&waiting);
+    let caller = spawn_fair_lock(&waiting);
     freed(&*dead, &holder).await;
     let limit = context.renewed_lease() + context.max_wait();
     let guard = timeout(limit, caller).await.expect("the place of the dead waiter lapses");
@@ -365,7 +366,7 @@ pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContex
     context.eventually("the caller has a place in the queue", async || count.queued() > 0).await;
     unlock(guard).await;
     for caller in local.into_iter().chain([remote]) {
-        finished(context, caller).await;
+        output_of(context, caller).await;
     }
     assert_eq!(*order.lock().await, ["remote", "local", "local"]);
 }
@@ -388,13 +389,13 @@ pub async fn fair_callers_of_all_modes_get_the_key(context: &TestContext) {
         }));
     }
     for caller in callers {
-        finished(context, caller).await;
+        output_of(context, caller).await;
     }
     context.assert_becomes_free(&registries[0], "orders:42").await;
 }
 
 /// Returns a claim that joins the store's queue.
-fn joining(context: &TestContext, mode: ClaimMode) -> Claim {
+fn queueing_claim(context: &TestContext, mode: ClaimMode) -> Claim {
     context.claim(mode).with_queueing(Queueing::Join)
 }
 
@@ -403,13 +404,13 @@ fn fair() -> LockOptions {
 }
 
 /// Starts a fair `lock` call.
-fn waits_fairly(registry: &Registry) -> JoinHandle<registry_core::LockGuard> {
+fn spawn_fair_lock(registry: &Registry) -> JoinHandle<registry_core::LockGuard> {
     let lock = registry.obtain("orders:42");
     tokio::spawn(async move { lock.lock_with(fair()).await.expect("the lock is acquired") })
 }
 
 /// Returns the output of `task`. Panics unless it ends soon.
-async fn finished<T>(context: &TestContext, task: JoinHandle<T>) -> T {
+async fn output_of<T>(context: &TestContext, task: JoinHandle<T>) -> T {
     let output = timeout(context.max_wait(), task).await.expect("the call ends");
     output.expect("no panic")
 }

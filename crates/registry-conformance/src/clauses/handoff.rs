@@ -19,7 +19,7 @@ use crate::faulty::{Faults, FaultyBackend, Operation};
 pub async fn a_hand_over_sends_no_request_to_the_store(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
-    let guards = run_waiters(&registry, 10).await;
+    let guards = count_callers_served(&registry, 10).await;
     assert_eq!(guards, 10);
     assert_eq!(faulty.calls(Operation::Acquire), 1, "one claim serves ten callers");
     assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
@@ -33,7 +33,7 @@ pub async fn without_hand_over_each_caller_has_its_own_claim(context: &TestConte
         .handoff(0)
         .build()
         .expect("the registry is built");
-    let guards = run_waiters(&registry, 10).await;
+    let guards = count_callers_served(&registry, 10).await;
     assert_eq!(guards, 10);
     assert_eq!(faulty.calls(Operation::Release), 10, "each caller has a claim of its own");
 }
@@ -47,7 +47,7 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
         .handoff(4)
         .build()
         .expect("the registry is built");
-    let guards = run_waiters(&registry, 15).await;
+    let guards = count_callers_served(&registry, 15).await;
     assert_eq!(guards, 15);
     assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
 }
@@ -56,12 +56,12 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
 /// request it continuously.
 pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    let enough = Arc::new(AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let mut busy = JoinSet::new();
     for _ in 0..4 {
-        let (lock, enough) = (local.obtain("orders:42"), Arc::clone(&enough));
+        let (lock, stop) = (local.obtain("orders:42"), Arc::clone(&stop));
         busy.spawn(async move {
-            while !enough.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 let guard = lock.lock().await.expect("the lock is acquired");
                 sleep(Duration::from_millis(1)).await;
                 guard.unlock().await.expect("a held lock is unlocked");
@@ -78,7 +78,7 @@ pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
         }
     });
     other.join_all().await;
-    enough.store(true, Ordering::Relaxed);
+    stop.store(true, Ordering::Relaxed);
     busy.join_all().await;
 }
 
@@ -88,7 +88,7 @@ pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let mut last = None;
     for _ in 0..2 {
-        for guard_token in tokens(&local, 40).await {
+        for guard_token in tokens_of_callers(&local, 40).await {
             assert!(Some(guard_token) > last, "{guard_token} after {last:?}");
             last = Some(guard_token);
         }
@@ -161,11 +161,14 @@ pub async fn a_claim_with_a_fenced_write_is_not_handed_over(context: &TestContex
 
 /// Makes `callers` calls for one lock: the first acquires it, and the others queue. Returns the
 /// number of calls that acquired it.
-async fn run_waiters(registry: &Registry, callers: usize) -> usize {
-    tokens(registry, callers).await.len()
+async fn count_callers_served(registry: &Registry, callers: usize) -> usize {
+    tokens_of_callers(registry, callers).await.len()
 }
 
-async fn tokens(registry: &Registry, callers: usize) -> Vec<registry_core::FencingToken> {
+async fn tokens_of_callers(
+    registry: &Registry,
+    callers: usize,
+) -> Vec<registry_core::FencingToken> {
     let lock = registry.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is acquired");
     let observed_tokens = tokio::sync::Mutex::new(vec![first.fencing_token()]);

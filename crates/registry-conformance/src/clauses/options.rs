@@ -13,7 +13,7 @@ use crate::faulty::Faults;
 /// builder refuses it too. The store's limits are within those of the engine.
 pub async fn a_lease_out_of_range_is_refused_before_any_request(context: &TestContext) {
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS, Duration::MAX] {
-        refused(context, LockOptions::new().lease(lease), "lease").await;
+        assert_refused(context, LockOptions::new().lease(lease), "lease").await;
         let built = context.builder(context.client().await).lease(lease).build();
         assert!(
             matches!(built, Err(ConfigError::Invalid(_))),
@@ -43,15 +43,16 @@ pub async fn a_wait_of_a_hundred_years_has_no_limit(context: &TestContext) {
 /// A `max_hold` of at most 1 ms, a `min_hold` of a hundred years, and a `min_hold` above `max_hold`
 /// are refused with `LockError::InvalidOption` before any request.
 pub async fn hold_limits_out_of_range_are_refused_before_any_request(context: &TestContext) {
-    refused(context, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
-    refused(context, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
-    refused(context, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
+    assert_refused(context, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
+    assert_refused(context, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold")
+        .await;
+    assert_refused(context, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
     let crossed =
         LockOptions::new().min_hold(context.long_lease()).max_hold(context.renewed_lease());
-    refused(context, crossed, "min_hold").await;
+    assert_refused(context, crossed, "min_hold").await;
 }
 
-async fn refused(context: &TestContext, options: LockOptions, option: &str) {
+async fn assert_refused(context: &TestContext, options: LockOptions, option: &str) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     match registry.obtain("orders:42").try_lock_with(options.clone()).await {
@@ -134,8 +135,8 @@ pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestCon
 pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
     // The `min_hold` is first shorter than the lease, then longer.
     for unlock in [true, false] {
-        stays_locked(context, context.long_lease(), context.short_lease(), unlock).await;
-        stays_locked(
+        assert_stays_locked(context, context.long_lease(), context.short_lease(), unlock).await;
+        assert_stays_locked(
             context,
             context.renewed_lease(),
             context.renewed_lease() + context.short_lease(),
@@ -145,7 +146,7 @@ pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
     }
 }
 
-async fn stays_locked(
+async fn assert_stays_locked(
     context: &TestContext,
     lease: Duration,
     min_hold: Duration,
@@ -184,8 +185,8 @@ pub async fn a_forced_release_ends_a_min_hold(context: &TestContext) {
         guard.unlock().await.expect("a held lock is unlocked");
         let next = remote.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(next.is_none(), "the key is not locked");
-        let breaks = if by_holder { &local } else { &remote };
-        assert!(breaks.force_release("orders:42").await.expect("force_release answers"));
+        let releasing = if by_holder { &local } else { &remote };
+        assert!(releasing.force_release("orders:42").await.expect("force_release answers"));
         context.assert_becomes_free(&remote, "orders:42").await;
         if by_holder {
             context.assert_becomes_free(&local, "orders:42").await;

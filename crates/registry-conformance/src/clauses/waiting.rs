@@ -18,7 +18,7 @@ use crate::harness::RemoteLock;
 /// In a store with wake-ups, a release ends the `wait` of another claim of the same client.
 pub async fn a_release_ends_the_wait_of_the_same_client(context: &TestContext) {
     let client = context.client().await;
-    wakes(context, &*client, &*client).await;
+    assert_a_release_wakes(context, &*client, &*client).await;
 }
 
 /// In a store with wake-ups, a release ends the `wait` of a claim of another client.
@@ -26,12 +26,16 @@ pub async fn a_release_ends_the_wait_of_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     // The first direction runs twice, because the first wait of a client may set up its
     // subscription.
-    wakes(context, &*first, &*second).await;
-    wakes(context, &*second, &*first).await;
-    wakes(context, &*first, &*second).await;
+    assert_a_release_wakes(context, &*first, &*second).await;
+    assert_a_release_wakes(context, &*second, &*first).await;
+    assert_a_release_wakes(context, &*first, &*second).await;
 }
 
-async fn wakes(context: &TestContext, holding: &dyn LockBackend, waiting: &dyn LockBackend) {
+async fn assert_a_release_wakes(
+    context: &TestContext,
+    holding: &dyn LockBackend,
+    waiting: &dyn LockBackend,
+) {
     let holder = Claim::new(key("orders:42"), context.long_lease());
     let waiter = Claim::new(key("orders:42"), context.long_lease());
     granted(holding, &holder).await;
@@ -160,7 +164,7 @@ pub async fn a_wait_for_a_holder_in_this_process_returns_none_at_its_deadline(
     context: &TestContext,
 ) {
     let registry = context.registry().await;
-    ends_at_its_deadline(context, &registry, &registry).await;
+    assert_wait_ends_at_its_deadline(context, &registry, &registry).await;
 }
 
 /// If another process holds the lock, `try_lock_for` returns `Ok(None)` at its deadline and not
@@ -169,10 +173,14 @@ pub async fn a_wait_for_a_holder_in_another_process_returns_none_at_its_deadline
     context: &TestContext,
 ) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    ends_at_its_deadline(context, &remote, &local).await;
+    assert_wait_ends_at_its_deadline(context, &remote, &local).await;
 }
 
-async fn ends_at_its_deadline(context: &TestContext, holding: &Registry, waiting: &Registry) {
+async fn assert_wait_ends_at_its_deadline(
+    context: &TestContext,
+    holding: &Registry,
+    waiting: &Registry,
+) {
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let wait = Duration::from_millis(600);
     let started = Instant::now();
@@ -261,7 +269,7 @@ pub async fn a_premature_wake_up_neither_ends_the_wait_nor_grants(context: &Test
     let faulty = context.faulty(Faults::none().always(Operation::Wait, premature)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
-    ends_at_its_deadline(context, &remote, &local).await;
+    assert_wait_ends_at_its_deadline(context, &remote, &local).await;
     assert_released_to(&remote, &local).await;
 }
 
