@@ -76,7 +76,8 @@ pub(crate) struct Contention {
     released_at: Option<Moment>,
     /// The pause after this release.
     pause: Duration,
-    /// The delay of an attempt that follows a wake-up, while `holders_met` is less than `usual_holders`.
+    /// The delay of an attempt that follows a wake-up, while `holders_met` is less than
+    /// `usual_holders`.
     delay: Duration,
     /// The number of consecutive pauses after which the process met no other holder.
     pauses_without_contention: u32,
@@ -250,11 +251,11 @@ const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::usual_holders`]. Without a maximum, if many processes compete, nearly
-/// all of them would delay all their attempts.
+/// The maximum of [`Contention::usual_holders`]. Without a maximum, if many processes compete,
+/// nearly all of them would delay all their attempts.
 const USUAL_HOLDERS_MAX: u32 = 16;
-/// If [`Contention::usual_holders`] reaches this value and programs other than this library poll, the
-/// delays last for [`USUAL_HOLDERS_MAX`] holders.
+/// If [`Contention::usual_holders`] reaches this value and programs other than this library poll,
+/// the delays last for [`USUAL_HOLDERS_MAX`] holders.
 const MANY_HOLDERS_MIN: u32 = 4;
 /// A turn with fewer other holders than usual lowers [`Contention::usual_holders`] by one, with a
 /// probability of one in this number.
@@ -286,8 +287,8 @@ mod tests {
         fairness.contention(&key()).expect("this store needs fairness between processes")
     }
 
-    /// Runs one turn that meets `holders_met` other holders and holds the claim for `hold`. Returns the
-    /// pause before the turn.
+    /// Runs one turn that meets `holders_met` other holders and holds the claim for `hold`. Returns
+    /// the pause before the turn.
     async fn turn(fairness: &Fairness, holders_met: u32, hold: Duration) -> Duration {
         let mut contention = contention(fairness);
         let pause = contention.pause_end().map_or(Duration::ZERO, |end| end.since(Moment::now()));

@@ -62,7 +62,8 @@ impl Top {
         Self { input, output, screen: vt100::Parser::new(rows, columns, 0), child }
     }
 
-    /// Returns the process `lockreg`: `setsid` has become it, or waits for it and has no other child.
+    /// Returns the process `lockreg`: `setsid` has become it, or waits for it and has no other
+    /// child.
     fn pid(&self) -> Pid {
         let parent = Pid::from_raw(self.child.id().cast_signed());
         children(parent).first().map_or(parent, |child| Pid::from_raw(child.parse().unwrap()))
