@@ -80,7 +80,7 @@ const EVENT_STREAMS_MAX: usize = 400;
 pub(crate) fn router(server: Arc<Server>) -> Router {
     let store = server.monitor.registry().capabilities().store;
     let page = page(store, server.break_token.is_some());
-    let policy = HeaderValue::from_str(&page.policy).ok();
+    let policy = HeaderValue::try_from(page.policy).expect("the policy is ASCII text");
     let body = Bytes::from(page.html);
     Router::new()
         .route(
@@ -131,7 +131,7 @@ fn page(store: &str, may_break: bool) -> Page {
 /// Without the refusal, a page of an attacker's site could read all locks if the name of this site
 /// resolves to a loopback address (DNS rebinding).
 async fn protect(
-    State((server, policy)): State<(Arc<Server>, Option<HeaderValue>)>,
+    State((server, policy)): State<(Arc<Server>, HeaderValue)>,
     request: Request,
     next: Next,
 ) -> Response {
@@ -146,9 +146,7 @@ async fn protect(
         Failure::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
     };
     let headers = response.headers_mut();
-    if let Some(policy) = policy {
-        headers.insert(header::CONTENT_SECURITY_POLICY, policy);
-    }
+    headers.insert(header::CONTENT_SECURITY_POLICY, policy);
     for (name, value) in [
         (header::CACHE_CONTROL, "no-store"),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
+use lock_registry::Key;
+use lock_registry::modes::ClaimMode;
 use lock_registry::observe::MetricsObserver;
 use metrics::{counter, describe_counter, describe_gauge, gauge, with_local_recorder};
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -46,26 +48,20 @@ pub(crate) fn format(frame: &Frame, names: &MetricsObserver) -> Bytes {
         describe_gauge!("lockreg_snapshot_seconds", "duration of the last snapshot that succeeded");
         describe_counter!("lockreg_snapshot_failures_total", "failed attempts to take a snapshot");
 
-        let mut holders: BTreeMap<(Arc<str>, &'static str), Counts> = BTreeMap::new();
-        for holder in &frame.snapshot.holders {
-            let name = names.name_of(holder.key.as_str());
-            holders.entry((name, holder.mode.name())).or_default().add(holder.held_for);
-        }
-        for ((name, mode), counts) in holders {
-            let labels = [("name", name.to_string()), ("mode", mode.to_owned())];
-            gauge!("lockreg_holders", &labels).set(counts.number);
-            gauge!("lockreg_longest_hold_seconds", &labels).set(counts.longest.as_secs_f64());
-        }
-        let mut waiters: BTreeMap<(Arc<str>, &'static str), Counts> = BTreeMap::new();
-        for waiter in &frame.snapshot.waiters {
-            let name = names.name_of(waiter.key.as_str());
-            waiters.entry((name, waiter.mode.name())).or_default().add(waiter.waited_for);
-        }
-        for ((name, mode), counts) in waiters {
-            let labels = [("name", name.to_string()), ("mode", mode.to_owned())];
-            gauge!("lockreg_waiters", &labels).set(counts.number);
-            gauge!("lockreg_longest_wait_seconds", &labels).set(counts.longest.as_secs_f64());
-        }
+        let holders = frame.snapshot.holders.iter();
+        record(
+            "lockreg_holders",
+            "lockreg_longest_hold_seconds",
+            names,
+            holders.map(|holder| (&holder.key, holder.mode, holder.held_for)),
+        );
+        let waiters = frame.snapshot.waiters.iter();
+        record(
+            "lockreg_waiters",
+            "lockreg_longest_wait_seconds",
+            names,
+            waiters.map(|waiter| (&waiter.key, waiter.mode, waiter.waited_for)),
+        );
         let deadlocks = u32::try_from(frame.graph.deadlocks.len()).unwrap_or(u32::MAX);
         gauge!("lockreg_deadlocks").set(deadlocks);
         let taken_at = Duration::from_millis(frame.taken_at_ms);
@@ -76,9 +72,22 @@ pub(crate) fn format(frame: &Frame, names: &MetricsObserver) -> Bytes {
     text.render().into()
 }
 
-impl Counts {
-    fn add(&mut self, time: Option<Duration>) {
-        self.number += 1;
-        self.longest = self.longest.max(time.unwrap_or_default());
+/// Records the number of `claims` and the longest of their times, for each name and mode.
+fn record<'a>(
+    number: &'static str,
+    longest: &'static str,
+    names: &MetricsObserver,
+    claims: impl Iterator<Item = (&'a Key, ClaimMode, Option<Duration>)>,
+) {
+    let mut counts: BTreeMap<(Arc<str>, &'static str), Counts> = BTreeMap::new();
+    for (key, mode, time) in claims {
+        let counts = counts.entry((names.name_of(key.as_str()), mode.name())).or_default();
+        counts.number += 1;
+        counts.longest = counts.longest.max(time.unwrap_or_default());
+    }
+    for ((name, mode), counts) in counts {
+        let labels = [("name", name.to_string()), ("mode", mode.to_owned())];
+        gauge!(number, &labels).set(counts.number);
+        gauge!(longest, &labels).set(counts.longest.as_secs_f64());
     }
 }

@@ -111,11 +111,11 @@ const PROCESSOR_SHARE: f64 = 0.04;
 /// data.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The pause after a reading in multiples of its duration. Limits the load of a store that has to
+/// The pause after a snapshot in multiples of its duration. Limits the load of a store that has to
 /// search for the locks, such as Redis among millions of other keys.
-const STORE_REST: u32 = 4;
+const SNAPSHOT_PAUSE_FACTOR: u32 = 4;
 
-/// The maximum pause after a reading that failed, and because of requests.
+/// The maximum pause after a snapshot that failed, and because of requests.
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 impl Monitor {
@@ -153,8 +153,8 @@ impl Monitor {
     /// Returns the event with all rows, and a receiver of the events after it.
     pub(crate) fn subscribe(&self) -> (Bytes, broadcast::Receiver<Bytes>) {
         let published = self.published.read().unwrap_or_else(PoisonError::into_inner);
-        // `run` has the write lock while it sends an event, so the receiver gets the events of all
-        // later frames and no others.
+        // `publish` has the write lock while it sends an event, so the receiver gets the events of
+        // all later frames and no others.
         let changes = self.changes.subscribe();
         let frame = Arc::clone(&published);
         drop(published);
@@ -170,9 +170,9 @@ impl Monitor {
     pub(crate) async fn run(&self, interval: Duration) {
         let mut grants = GrantCounter::default();
         grants.record(&self.frame().snapshot);
-        // Requests of clients must not delay the readings as long as expensive readings may.
-        let mut reading = ProcessorDebt::new(PAUSE_MAX);
-        let mut requests = ProcessorDebt::new(RETRY_PAUSE);
+        // Clients must not be able to delay snapshots as long as expensive snapshots may.
+        let mut snapshot_debt = ProcessorDebt::new(PAUSE_MAX);
+        let mut request_debt = ProcessorDebt::new(RETRY_PAUSE);
         let mut took = Duration::ZERO;
         let (mut ended_at, mut used_at_end) = (Instant::now(), processor_time());
         loop {
@@ -180,8 +180,8 @@ impl Monitor {
             // With a long interval, one failure would otherwise count for all of it.
             let interval =
                 if before.error.is_some() { interval.min(RETRY_PAUSE) } else { interval };
-            let rest = (took * STORE_REST).min(PAUSE_MAX);
-            let pause = interval.max(rest).max(reading.owed).max(requests.owed);
+            let store_pause = (took * SNAPSHOT_PAUSE_FACTOR).min(PAUSE_MAX);
+            let pause = interval.max(store_pause).max(snapshot_debt.owed).max(request_debt.owed);
             tokio::select! {
                 () = sleep(pause) => {}
                 () = self.refresh.notified() => {}
@@ -203,8 +203,8 @@ impl Monitor {
             let event = frame.changes_since(&before);
             self.publish(frame, event);
             let (now, used) = (Instant::now(), processor_time());
-            reading.spend(used.saturating_sub(used_at_start), now - ended_at);
-            requests.spend(used_at_start.saturating_sub(used_at_end), now - ended_at);
+            snapshot_debt.spend(used.saturating_sub(used_at_start), now - ended_at);
+            request_debt.spend(used_at_start.saturating_sub(used_at_end), now - ended_at);
             (ended_at, used_at_end) = (now, used);
         }
     }
