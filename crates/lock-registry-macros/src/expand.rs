@@ -9,7 +9,8 @@ use syn::{Attribute, Error, ReturnType, Signature, Token, Type, TypePath, Visibi
 use crate::key::{self, Arguments};
 use crate::options::{Options, Value};
 
-/// Expands one use of the attribute. An error keeps the function, so that its callers compile.
+/// Expands one use of the attribute. After an error, the output still contains the function, so
+/// that its callers compile.
 pub(crate) fn locked(attribute: TokenStream, item: TokenStream) -> TokenStream {
     let mut function = match syn::parse2::<Function>(item.clone()) {
         Ok(function) => function,
@@ -22,7 +23,7 @@ pub(crate) fn locked(attribute: TokenStream, item: TokenStream) -> TokenStream {
     match checked.and_then(|options| function.locked_body(&options)) {
         Ok(body) => function.body = body,
         Err(error) => {
-            // rustc refuses `const async fn` with an error of its own.
+            // rustc would report a second error for `const async fn`.
             function.signature.constness = None;
             let error = error.into_compile_error();
             return quote!(#error #[allow(unused)] #function);
@@ -109,14 +110,14 @@ impl Function {
 
     fn locked_body(&self, options: &Options) -> syn::Result<TokenStream> {
         let arguments = Arguments::of(&self.signature);
-        let root = match &options.root {
-            Some(root) => root.to_token_stream(),
+        let crate_path = match &options.crate_path {
+            Some(crate_path) => crate_path.to_token_stream(),
             None => quote!(::lock_registry),
         };
         let key = match &options.key {
             Value::Text(text) => key::from_text(text, &arguments)?,
-            Value::Code(code) => {
-                quote_spanned!(code.span()=> ::core::convert::AsRef::<str>::as_ref(&(#code)))
+            Value::Expression(key) => {
+                quote_spanned!(key.span()=> ::core::convert::AsRef::<str>::as_ref(&(#key)))
             }
         };
         let mode = match &options.mode {
@@ -133,16 +134,16 @@ impl Function {
                         return Err(Error::new(text.span(), problem));
                     }
                 };
-                quote!(#root::modes::ClaimMode::#mode)
+                quote!(#crate_path::modes::ClaimMode::#mode)
             }
-            Some(Value::Code(code)) => code.to_token_stream(),
-            None => quote!(#root::modes::ClaimMode::Exclusive),
+            Some(Value::Expression(mode)) => mode.to_token_stream(),
+            None => quote!(#crate_path::modes::ClaimMode::Exclusive),
         };
-        let base = match &options.base {
-            Some(base) => quote!((#base)),
-            None => quote!(#root::LockOptions::new()),
+        let base_options = match &options.base_options {
+            Some(base_options) => quote!((#base_options)),
+            None => quote!(#crate_path::LockOptions::new()),
         };
-        let (names, times): (Vec<_>, Vec<_>) = options.times.iter().cloned().unzip();
+        let (names, durations): (Vec<_>, Vec<_>) = options.durations.iter().cloned().unzip();
         let token = options.token.as_ref();
         if let Some(token) = token.filter(|token| arguments.contains(&token.to_string())) {
             let problem =
@@ -151,32 +152,33 @@ impl Function {
         }
 
         let (registry, body) = (&options.registry, &self.body);
-        // The names of local variables are not visible in the body.
-        let hidden = Span::mixed_site();
-        let bind = token.map(
-            |token| quote_spanned!(hidden=> let #token = #root::LockGuard::fencing_token(&guard);),
-        );
+        // With this span, the local variables of the expansion are not visible in the body.
+        let hygienic = Span::mixed_site();
+        let bind = token.map(|token| {
+            quote_spanned!(hygienic=> let #token = #crate_path::LockGuard::fencing_token(&guard);)
+        });
         let result = self.result_type()?;
-        // Type errors are shown at the part of the code that causes them.
-        let at_result = hidden.located_at(result.span());
+        // The compiler shows type errors at the user's code that causes them.
+        let at_result = hygienic.located_at(result.span());
         let convert = quote_spanned!(at_result=>
             ::core::result::Result::Err(::core::convert::From::from(error))
         );
         let fail = quote_spanned!(at_result=> fail(error));
-        let obtain = quote_spanned!(hidden.located_at(registry.span())=> (#registry).obtain(&#key));
-        Ok(quote_spanned!(hidden=> {
-            let fail = |error: #root::LockError| #convert;
+        let at_registry = hygienic.located_at(registry.span());
+        let obtain = quote_spanned!(at_registry=> (#registry).obtain(&#key));
+        Ok(quote_spanned!(hygienic=> {
+            let fail = |error: #crate_path::LockError| #convert;
             let lock = {
                 #[allow(unused_imports)]
-                use #root::LockRegistry as _;
+                use #crate_path::LockRegistry as _;
                 #obtain
             };
-            let guard = match lock.acquire(#mode, #base #(.#names(#times))*).await {
+            let guard = match lock.acquire(#mode, #base_options #(.#names(#durations))*).await {
                 ::core::result::Result::Ok(guard) => guard,
                 ::core::result::Result::Err(error) => return #fail,
             };
             #bind
-            let protected = #root::LockGuard::protect(&guard, async move {
+            let protected = #crate_path::LockGuard::protect(&guard, async move {
                 // Sets the type of the block to that of the function, for `?` and coercions.
                 if let ::core::option::Option::Some(error) = ::core::option::Option::None {
                     return #fail;
@@ -187,7 +189,7 @@ impl Function {
                 ::core::result::Result::Ok(result) => {
                     // The body completed under the lock, so its result is valid even if the release
                     // fails. The engine emits an event for a failed release and retries it.
-                    let _ = #root::LockGuard::unlock(guard).await;
+                    let _ = #crate_path::LockGuard::unlock(guard).await;
                     result
                 }
                 ::core::result::Result::Err(error) => #fail,

@@ -34,7 +34,7 @@ pub(crate) fn from_text(text: &LitStr, arguments: &Arguments) -> syn::Result<Tok
             return Err(Error::new(span, "`{` is not closed; write `{{` for a literal `{`"));
         };
         let (name, format_spec) = split_format_spec(&inside[..end]);
-        values.push(arguments.value(name, span)?);
+        values.push(arguments.parse_value(name, span)?);
         format.push_str(&format!("{{{}{format_spec}}}", values.len() - 1));
         rest = &inside[end + 1..];
     }
@@ -46,8 +46,8 @@ pub(crate) fn from_text(text: &LitStr, arguments: &Arguments) -> syn::Result<Tok
     Ok(quote_spanned!(span=> ::std::format!(#format, #(#values),*)))
 }
 
-/// Splits `id:04` into the value and the format specification, which begins with the colon. The two
-/// colons of a path such as `a::b` do not begin one.
+/// Splits `id:04` into the value and the format specification, which begins with the colon. The
+/// double colon of a path such as `a::b` is part of the value.
 fn split_format_spec(placeholder: &str) -> (&str, &str) {
     let bytes = placeholder.as_bytes();
     let is_single = |at: usize| {
@@ -78,12 +78,12 @@ impl Arguments {
         self.0.iter().any(|argument| argument == name)
     }
 
-    /// Parses the inside of a placeholder.
-    fn value(&self, text: &str, span: Span) -> syn::Result<Expr> {
+    /// Parses the value of a placeholder, without its format.
+    fn parse_value(&self, text: &str, span: Span) -> syn::Result<Expr> {
         let fail = |problem: String| Err(Error::new(span, problem));
         let text = text.trim();
         if text.is_empty() || text.bytes().all(|byte| byte.is_ascii_digit()) {
-            return fail(format!("`{{{text}}}` names no argument; {}", self.listed()));
+            return fail(format!("`{{{text}}}` names no argument; {}", self.describe()));
         }
         let unsupported = format!(
             "`{{{text}}}` is not an argument, or a field or method of one; for other values, write `key = EXPRESSION`"
@@ -92,14 +92,14 @@ impl Arguments {
         let Ok(value) = tokens.and_then(|tokens| syn::parse2(with_span(span, tokens))) else {
             return fail(unsupported);
         };
-        match root(&value) {
+        match first_name(&value) {
             None => fail(unsupported),
             Some(name) if self.contains(&name) => Ok(value),
-            Some(name) => fail(format!("`{name}` is not an argument; {}", self.listed())),
+            Some(name) => fail(format!("`{name}` is not an argument; {}", self.describe())),
         }
     }
 
-    fn listed(&self) -> String {
+    fn describe(&self) -> String {
         if self.0.is_empty() {
             return "the function has no arguments".to_owned();
         }
@@ -123,17 +123,18 @@ fn collect_names(pattern: TokenStream, names: &mut Vec<String>) {
 }
 
 /// Returns the name at the beginning of a chain of fields and methods.
-fn root(value: &Expr) -> Option<String> {
+fn first_name(value: &Expr) -> Option<String> {
     match value {
         Expr::Path(path) => path.path.get_ident().map(ToString::to_string),
-        Expr::Field(field) => root(&field.base),
-        Expr::MethodCall(call) => root(&call.receiver),
-        Expr::Index(index) => root(&index.expr),
+        Expr::Field(field) => first_name(&field.base),
+        Expr::MethodCall(call) => first_name(&call.receiver),
+        Expr::Index(index) => first_name(&index.expr),
         _ => None,
     }
 }
 
-/// Gives the tokens of a text the span of the text, at which the compiler shows their errors.
+/// Sets the span of all tokens to `span`, so that the compiler shows their errors at the string
+/// literal that contains them.
 fn with_span(span: Span, tokens: TokenStream) -> TokenStream {
     let moved = |mut token: TokenTree| {
         if let TokenTree::Group(group) = token {

@@ -17,39 +17,41 @@ pub(crate) struct Options {
     pub(crate) registry: Expr,
     pub(crate) mode: Option<Value>,
     /// The `LockOptions` that the other options change.
-    pub(crate) base: Option<Expr>,
-    /// Methods of `LockOptions` that take a time, each with its argument.
-    pub(crate) times: Vec<(Ident, TokenStream)>,
+    pub(crate) base_options: Option<Expr>,
+    /// Methods of `LockOptions` that take a duration, each with its argument.
+    pub(crate) durations: Vec<(Ident, TokenStream)>,
     pub(crate) token: Option<Ident>,
     /// The path of the crate `lock-registry`.
-    pub(crate) root: Option<Path>,
+    pub(crate) crate_path: Option<Path>,
 }
 
-/// The value of an option.
+/// The value of an option: a string literal, or any other expression.
 pub(crate) enum Value {
     Text(LitStr),
-    Code(Expr),
+    Expression(Expr),
 }
 
 impl Parse for Options {
     fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
         let mut seen: Vec<Ident> = Vec::new();
-        let (mut key, mut registry, mut mode, mut base) = (None, None, None, None);
-        let (mut times, mut token, mut root) = (Vec::new(), None, None);
+        let (mut key, mut registry, mut mode, mut base_options) = (None, None, None, None);
+        let (mut durations, mut token, mut crate_path) = (Vec::new(), None, None);
         for Assignment { name, value } in Punctuated::<_, Token![,]>::parse_terminated(input)? {
             if seen.contains(&name) {
                 return Err(Error::new(name.span(), format!("`{name}` is set twice")));
             }
             match name.to_string().as_str() {
-                "key" => key = Some(text_or_code(value, "a string such as \"orders/{id}\"")?),
-                "registry" => registry = Some(code(value, "an expression such as `self.locks`")?),
-                "mode" => mode = Some(text_or_code(value, "\"shared\", or a `ClaimMode`")?),
-                "options" => base = Some(code(value, "a `LockOptions`")?),
-                "wait" | "lease" | "max_hold" | "min_hold" => {
-                    times.push((name.clone(), time(value)?));
+                "key" => key = Some(text_or_expression(value, "a string such as \"orders/{id}\"")?),
+                "registry" => {
+                    registry = Some(parse_expression(value, "an expression such as `self.locks`")?);
                 }
-                "token" => token = Some(identifier(value)?),
-                "crate" => root = Some(path(value)?),
+                "mode" => mode = Some(text_or_expression(value, "\"shared\", or a `ClaimMode`")?),
+                "options" => base_options = Some(parse_expression(value, "a `LockOptions`")?),
+                "wait" | "lease" | "max_hold" | "min_hold" => {
+                    durations.push((name.clone(), parse_duration(value)?));
+                }
+                "token" => token = Some(parse_identifier(value)?),
+                "crate" => crate_path = Some(parse_path(value)?),
                 _ => {
                     let problem = format!("unknown option `{name}`; the options are {NAMES}");
                     return Err(Error::new(name.span(), problem));
@@ -66,10 +68,10 @@ impl Parse for Options {
             key: key.ok_or_else(|| missing("key", "\"orders/{id}\""))?,
             registry: registry.ok_or_else(|| missing("registry", "self.locks"))?,
             mode,
-            base,
-            times,
+            base_options,
+            durations,
             token,
-            root,
+            crate_path,
         })
     }
 }
@@ -88,20 +90,20 @@ impl Parse for Assignment {
     }
 }
 
-fn text_or_code(value: Expr, expected: &str) -> syn::Result<Value> {
+fn text_or_expression(value: Expr, expected: &str) -> syn::Result<Value> {
     match value {
         // `macro_rules!` passes a captured fragment as a group.
-        Expr::Group(group) => text_or_code(*group.expr, expected),
+        Expr::Group(group) => text_or_expression(*group.expr, expected),
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Ok(Value::Text(text)),
         Expr::Lit(other) => Err(Error::new(other.span(), format!("expected {expected}"))),
-        code => Ok(Value::Code(code)),
+        expression => Ok(Value::Expression(expression)),
     }
 }
 
-/// Returns `value` as an expression. If `value` is a string, parses the text of the string.
-fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
-    match text_or_code(value, expected)? {
-        Value::Code(code) => Ok(code),
+/// Returns `value`. If `value` is a string literal, parses its text as an expression.
+fn parse_expression(value: Expr, expected: &str) -> syn::Result<Expr> {
+    match text_or_expression(value, expected)? {
+        Value::Expression(expression) => Ok(expression),
         Value::Text(text) => text.parse().map_err(|error| {
             Error::new(text.span(), format!("expected {expected}, in quotes or not: {error}"))
         }),
@@ -109,22 +111,22 @@ fn code(value: Expr, expected: &str) -> syn::Result<Expr> {
 }
 
 /// Returns an expression of type `Duration`. A time in quotes is parsed during macro expansion.
-fn time(value: Expr) -> syn::Result<TokenStream> {
+fn parse_duration(value: Expr) -> syn::Result<TokenStream> {
     let expected = "a time such as \"30s\", \"1500ms\" or \"1m 30s\"";
-    match text_or_code(value, &format!("{expected}, or a `Duration`"))? {
-        Value::Code(code) => Ok(quote!(#code)),
+    match text_or_expression(value, &format!("{expected}, or a `Duration`"))? {
+        Value::Expression(expression) => Ok(quote!(#expression)),
         Value::Text(text) => {
-            let time = humantime::parse_duration(text.value().trim()).map_err(|error| {
+            let duration = humantime::parse_duration(text.value().trim()).map_err(|error| {
                 let problem = format!("{:?} is not {expected}: {error}", text.value());
                 Error::new(text.span(), problem)
             })?;
-            let (seconds, nanos) = (time.as_secs(), time.subsec_nanos());
+            let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
             Ok(quote_spanned!(text.span()=> ::core::time::Duration::new(#seconds, #nanos)))
         }
     }
 }
 
-fn identifier(value: Expr) -> syn::Result<Ident> {
+fn parse_identifier(value: Expr) -> syn::Result<Ident> {
     let problem = "expected a name for the fencing token, such as `token = token`";
     match &value {
         Expr::Path(path) if path.path.get_ident().is_some_and(|name| name != "self") => {
@@ -134,12 +136,12 @@ fn identifier(value: Expr) -> syn::Result<Ident> {
     }
 }
 
-fn path(value: Expr) -> syn::Result<Path> {
+fn parse_path(value: Expr) -> syn::Result<Path> {
     let expected = "expected a path in quotes, such as `crate = \"my_crate::lock_registry\"`";
-    match text_or_code(value, expected)? {
+    match text_or_expression(value, expected)? {
         Value::Text(text) => {
             text.parse_with(Path::parse_mod_style).map_err(|_| Error::new(text.span(), expected))
         }
-        Value::Code(code) => Err(Error::new(code.span(), expected)),
+        Value::Expression(expression) => Err(Error::new(expression.span(), expected)),
     }
 }
