@@ -180,8 +180,7 @@ impl RegistryConfig {
     }
 
     /// Sets the time for which [`connect`](Self::connect) repeats failed connection attempts. This
-    /// time replaces the option `connect_timeout`, except for the first attempt: its limit is still
-    /// `connect_timeout`, even if that limit is longer.
+    /// time replaces the option `connect_timeout`, which still limits each single attempt.
     pub fn connect_within(mut self, limit: Duration) -> Self {
         self.connect_within = Some(limit);
         self
@@ -230,9 +229,9 @@ impl RegistryConfig {
     /// Validates the configuration, and then opens the store.
     ///
     /// Repeats an attempt that fails with a transient error: connection refused, name not resolved,
-    /// or server starting. The pause grows with each attempt, until `connect_timeout` or the time
-    /// of [`connect_within`](Self::connect_within) is over. Any other error, such as a wrong
-    /// password, is returned at once.
+    /// or server starting. The pause grows with each attempt. The repetition ends after
+    /// `connect_timeout`, or after the time that [`connect_within`](Self::connect_within) sets. Any
+    /// other error, such as a wrong password, is returned at once.
     ///
     /// # Errors
     /// [`ConfigError`] if the configuration is invalid or the store cannot be opened.
@@ -378,8 +377,8 @@ impl Resolved {
         store.validate().map_err(|error| {
             let option = error.option();
             match option.and_then(|option| Some((option, strongest_value(sources, option)?))) {
-                Some((option, (origin, _))) => origin.invalid(option, error.problem()),
-                None => invalid(&*store, error),
+                Some((option, (origin, _))) => origin.invalid_option(option, error.problem()),
+                None => general_error(&*store, error),
             }
         })?;
         Ok(Self { store, options: merged })
@@ -394,7 +393,8 @@ fn strongest_value<'a>(
     sources.iter().find_map(|(origin, options)| Some((*origin, options.get(option)?)))
 }
 
-/// Checks an option for this store. Sets the option in the store if the store's row declares it.
+/// Checks one option. Sets it in the store if the store has a row for it. Other options are those
+/// of the engine.
 fn check_and_set(
     store: &mut dyn BackendConfig,
     origin: Origin,
@@ -406,22 +406,21 @@ fn check_and_set(
         let Some(row) = options::default_row(name) else {
             let stores = options::describe_stores_with(name);
             let problem = format!("is an option of {stores}; the store is {scheme}");
-            return Err(origin.invalid(name, &problem));
+            return Err(origin.invalid_option(name, &problem));
         };
         let checked = row.check(value, scheme);
-        return checked.map_err(|problem| origin.invalid(name, &problem.to_string()));
+        return checked.map_err(|problem| origin.invalid_option(name, &problem.to_string()));
     };
     if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_syntax(value)) {
         // The value exists for another store, so it is no secret.
-        return Err(
-            origin.invalid(name, &format!("is {value}; {}", row.describe_supported(scheme)))
-        );
+        let problem = format!("is {value}; {}", row.describe_supported(scheme));
+        return Err(origin.invalid_option(name, &problem));
     }
-    store.set(name, value).map_err(|error| origin.invalid(name, error.problem()))
+    store.set(name, value).map_err(|error| origin.invalid_option(name, error.problem()))
 }
 
 /// Returns the error for a problem that no single option of a source causes.
-fn invalid(store: &dyn BackendConfig, error: OptionError) -> ConfigError {
+fn general_error(store: &dyn BackendConfig, error: OptionError) -> ConfigError {
     ConfigError::Invalid(error.into_backend_error(store.kind().name).to_string())
 }
 
@@ -504,17 +503,17 @@ mod tests {
     #[test]
     fn a_redis_option_is_accepted_by_the_setups_that_support_it() {
         type IsSupported = fn(&str) -> bool;
-        let replicated = |store: &str| !store.ends_with("+quorum");
+        let is_no_quorum = |store: &str| !store.ends_with("+quorum");
         let rows: [(&str, &str, IsSupported); 13] = [
             ("connect_timeout", "500ms", |_| true),
             ("token_memory", "2days", |_| true),
             ("publish", "sharded", |_| true),
             ("layout", "native", |_| true),
-            ("layout", "spring", replicated),
-            ("layout", "redisson", replicated),
-            ("replicas", "1", replicated),
-            ("fsync", "true", replicated),
-            ("replica_timeout", "1s", replicated),
+            ("layout", "spring", is_no_quorum),
+            ("layout", "redisson", is_no_quorum),
+            ("replicas", "1", is_no_quorum),
+            ("fsync", "true", is_no_quorum),
+            ("replica_timeout", "1s", is_no_quorum),
             ("restart_guard", "30s", |store| store.ends_with("+quorum")),
             ("db", "1", |store| store.ends_with("+unix")),
             ("sentinel_password", "x", |store| store.ends_with("+sentinel")),

@@ -89,7 +89,7 @@ pub(crate) async fn open(
     let tracing = registry_core::observe::TracingObserver::new().store(store.scheme());
     let limit = match limit {
         Some(limit) => limit,
-        None => parsed(&options, "connect_timeout", parse_time)?.unwrap_or(CONNECT_TIMEOUT),
+        None => parse_option(&options, "connect_timeout", parse_time)?.unwrap_or(CONNECT_TIMEOUT),
     };
     let backend = open_with_retries(limit, &*store).await?;
     let mut builder = Registry::builder(backend);
@@ -105,25 +105,25 @@ pub(crate) async fn open(
     {
         builder = builder.observer(Arc::new(tracing));
     }
-    if let Some(lease) = parsed(&options, "lease", parse_time)? {
+    if let Some(lease) = parse_option(&options, "lease", parse_time)? {
         builder = builder.lease(lease);
     }
-    if let Some(renew) = parsed(&options, "renew", parse_switch)? {
+    if let Some(renew) = parse_option(&options, "renew", parse_switch)? {
         builder = builder.auto_renew(renew);
     }
-    if let Some(fair) = parsed(&options, "fair", parse_switch)? {
+    if let Some(fair) = parse_option(&options, "fair", parse_switch)? {
         builder = builder.fair(fair);
     }
-    if let Some(waiters) = parsed(&options, "waiters", parse_switch)? {
+    if let Some(waiters) = parse_option(&options, "waiters", parse_switch)? {
         builder = builder.waiters(waiters);
     }
-    if let Some(poll) = parsed(&options, "poll", parse_time)?.or_else(|| store.poll()) {
+    if let Some(poll) = parse_option(&options, "poll", parse_time)?.or_else(|| store.poll()) {
         builder = builder.poll(poll);
     }
-    if let Some(handoff) = parsed(&options, "handoff", parse_count)? {
+    if let Some(handoff) = parse_option(&options, "handoff", parse_count)? {
         builder = builder.handoff(handoff);
     }
-    if let Some(timeout) = parsed(&options, "timeout", parse_time)? {
+    if let Some(timeout) = parse_option(&options, "timeout", parse_time)? {
         builder = builder.timeout(timeout);
     }
     if let Some(label) = options.get("label") {
@@ -135,8 +135,8 @@ pub(crate) async fn open(
     builder.build()
 }
 
-/// Returns the value of an option of the engine.
-fn parsed<T>(
+/// Parses the value of an option of the engine. Returns `None` if the option is not set.
+fn parse_option<T>(
     options: &Options,
     option: &str,
     parse: fn(&str) -> Result<T, InvalidValue>,
@@ -190,9 +190,9 @@ async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
 
 /// The default time for which failed connection attempts are repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time for which attempts are repeated. A larger limit would overflow the clock.
+/// The maximum time for which attempts are repeated. A much larger limit would overflow `Instant`.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum time for which the resolver is called before an error is returned.
+/// The time limit for resolving one host name, to explain a failed connection.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);

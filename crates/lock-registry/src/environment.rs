@@ -33,8 +33,9 @@ impl RegistryConfig {
     /// # Examples
     /// ```
     /// # use lock_registry::RegistryConfig;
-    /// let variables = [("LOCK_REGISTRY_URL", "memory:"), ("LOCK_REGISTRY_LEASE", "10s"), ("HOME",
-    /// "/")]; let config = RegistryConfig::new().with_vars(variables)?;
+    /// let variables =
+    ///     [("LOCK_REGISTRY_URL", "memory:"), ("LOCK_REGISTRY_LEASE", "10s"), ("HOME", "/")];
+    /// let config = RegistryConfig::new().with_vars(variables)?;
     /// # config.check()?;
     /// # Ok::<(), lock_registry::ConfigError>(())
     /// ```

@@ -72,8 +72,8 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
 
 /// The value of an option.
 enum OptionValue {
-    /// Text, or a number or boolean that was converted to text. One function per option thus parses
-    /// the values of every source.
+    /// Text, or a number or boolean as text. One function per option thus parses the values of all
+    /// sources.
     Text(String),
     /// A list, a table or a date, which no option accepts.
     Other,

@@ -11,7 +11,8 @@ use crate::options::{default_row, syntax_error};
 /// The format of a store's records, which determines the other programs that share its locks.
 ///
 /// Every store supports [`Native`](Self::Native). Each other layout is the format of a peer, which
-/// is a program in another language. Only the stores that the peer uses support its layout.
+/// is another library or program that locks the same keys. Only the stores that the peer uses
+/// support its layout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Layout {

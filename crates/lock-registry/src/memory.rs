@@ -34,8 +34,7 @@ const OPTIONS: &[OptionRow] = &[OptionRow::namespace("none"), OptionRow::layout(
 #[derive(Debug)]
 struct LocalConfig {
     kind: &'static StoreKind,
-    /// The name of the store, which all registries with this name share. `None` for a separate
-    /// store.
+    /// All registries with this name share one store. `None` for a separate store.
     name: Option<String>,
     namespace: Option<String>,
 }

@@ -120,7 +120,7 @@ impl fmt::Display for Origin {
 impl Origin {
     /// Returns the error for an option of this source. `problem` is a predicate, such as "is set
     /// twice".
-    pub(crate) fn invalid(self, option: &str, problem: &str) -> ConfigError {
+    pub(crate) fn invalid_option(self, option: &str, problem: &str) -> ConfigError {
         let option = match self {
             Self::CommandLine => format!("--{}", option.replace('_', "-")),
             Self::Environment => variable(option),
@@ -191,7 +191,7 @@ impl Options {
         value: &str,
     ) -> Result<(), ConfigError> {
         if self.get(row.name).is_some() {
-            return Err(origin.invalid(row.name, "is set twice; set it once"));
+            return Err(origin.invalid_option(row.name, "is set twice; set it once"));
         }
         if let Some(problem) = syntax_error(row, value) {
             let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
@@ -203,15 +203,15 @@ impl Options {
             } else {
                 format!("is {value:?}, which {problem}")
             };
-            return Err(origin.invalid(row.name, &problem));
+            return Err(origin.invalid_option(row.name, &problem));
         }
         self.0.push((row.name, Secret::new(value)));
         Ok(())
     }
 }
 
-/// Returns the reason why `value` does not have the syntax of the option. The text suggests the
-/// intended name for a misspelt name.
+/// Returns the reason why `value` does not have the syntax of the option. For a misspelt value of a
+/// choice, the text suggests the most similar value.
 pub(crate) fn syntax_error(row: &OptionRow, value: &str) -> Option<String> {
     let problem = row.check_syntax(value).err()?.to_string();
     let Values::Choice { names, .. } = row.values else { return Some(problem) };

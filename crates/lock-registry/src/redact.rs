@@ -18,9 +18,12 @@ use crate::{scheme, store_url};
 /// # Examples
 /// ```
 /// # use lock_registry::config::redact_url;
-/// assert_eq!(redact_url("redis://app:hunter2@db:6379/0?lease=30s"),
-/// "redis://***@db:6379/0?lease=30s"); assert_eq!(redact_url("redis://app:hun/ter2@db"),
-/// "redis://***"); assert_eq!(redact_url("sqlite:locks.db"), "sqlite:locks.db");
+/// assert_eq!(
+///     redact_url("redis://app:hunter2@db:6379/0?lease=30s"),
+///     "redis://***@db:6379/0?lease=30s"
+/// );
+/// assert_eq!(redact_url("redis://app:hun/ter2@db"), "redis://***");
+/// assert_eq!(redact_url("sqlite:locks.db"), "sqlite:locks.db");
 /// ```
 #[must_use]
 pub fn redact_url(url: &str) -> String {
@@ -39,8 +42,8 @@ pub fn redact_url(url: &str) -> String {
     format!("{scheme}:{address}?{}", options.join("&"))
 }
 
-/// Returns the part between the scheme and the options, without the login. Returns `None` if the
-/// parts cannot be distinguished.
+/// Returns the part between the scheme and the options, with `***` instead of the login. Returns
+/// `None` if the parts cannot be distinguished.
 fn redact_address(parts: &UrlParts<'_>) -> Option<String> {
     if parts.fragment.is_some() {
         return None;

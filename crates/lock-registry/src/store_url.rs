@@ -1,5 +1,5 @@
-//! Finds the store of a URL. The store itself parses its URL. This module decodes the options of
-//! the query, whose values remain text.
+//! Finds the store of a URL by its scheme, and decodes the options of the query as text. The store
+//! parses the rest of the URL itself.
 
 use registry_core::ConfigError;
 use registry_core::config::{BackendConfig, Secret, UrlParts};
@@ -19,18 +19,19 @@ impl StoreUrl {
     /// contain a password, most likely in a malformed URL.
     pub(crate) fn parse(url: &str) -> Result<Self, ConfigError> {
         if url.is_empty() {
-            return Err(invalid(
+            return Err(error_with_schemes(
                 "the store URL is empty; write for example `sqlite:PATH`; known schemes:",
             ));
         }
         let Some(parts) = split(url) else {
-            return Err(invalid(
+            return Err(error_with_schemes(
                 "the store URL does not start with a scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
             ));
         };
-        // The text before the colon must be a scheme. It may also be a user or a password.
+        // Without `//`, the text before the colon may be a user or a password. The error must not
+        // show such a text.
         if parts.authority.is_none() && !scheme::is_similar_to_known(&parts.scheme) {
-            return Err(invalid(
+            return Err(error_with_schemes(
                 "the store URL does not start with a known scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
             ));
         }
@@ -51,7 +52,7 @@ pub(crate) fn split(url: &str) -> Option<UrlParts<'_>> {
     if is_login { None } else { UrlParts::split(url) }
 }
 
-fn invalid(problem: &str) -> ConfigError {
+fn error_with_schemes(problem: &str) -> ConfigError {
     ConfigError::Invalid(format!("{problem} {}", scheme::list_of_schemes()))
 }
 

@@ -59,8 +59,8 @@ pub use http::{ErrorResponse, HttpLockLayer, HttpLockService, StatusResponse};
 /// A layer that runs each request under a lock, whose key is computed from the request.
 ///
 /// Requests with the same key run one after the other, across all processes that use the same
-/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests. A request
-/// without a key runs without a lock; see [`LockKey`].
+/// store. With [`LockLayer::mode`], readers, or a limited number of requests, run concurrently. A
+/// request without a key runs without a lock; see [`LockKey`].
 ///
 /// By default, a request does not wait: if its lock is held, the request fails with
 /// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets the time for which a request waits.
@@ -136,9 +136,11 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     }
 }
 
-/// What a function returns as the key of a request. `String`, `&'static str` and
-/// `Cow<'static, str>` are keys. An `Option` of a key is `None` for a request that runs without a
-/// lock. A `Result` of one of these is an error for a request that must not run.
+/// The key of a request, as the function in [`LockLayer::new`] returns it.
+///
+/// - `String`, `&str` and `Cow<str>` are keys.
+/// - An `Option` of a key is `None` for a request that runs without a lock.
+/// - A `Result` of a key, or of an `Option`, is an error for a request that must not run.
 ///
 /// # Examples
 /// ```
@@ -158,7 +160,7 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
 /// # Ok(()) }
 /// ```
 pub trait LockKey {
-    /// The error of a request whose key is unknown. `Infallible` if that cannot happen.
+    /// The error of a request without a valid key. `Infallible` if every request has one.
     type Error;
 
     /// Returns the key, or `None` for a request that runs without a lock.

@@ -36,7 +36,7 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Arc::new(lock_registry::connect("memory:").await?);
-    /// // While a request runs, another one for the same order gets status 423.
+    /// // While a request runs, another request for the same order gets status 423.
     /// let one_at_a_time = LockLayer::new(registry, |request: &Request| request.uri().path().to_owned());
     /// let app: Router = Router::new()
     ///     .route("/orders/{order}/ship", post(ship))
@@ -168,8 +168,8 @@ impl<K, B: Default> ErrorResponse<K, B> for StatusResponse {
         let mut response = Response::new(B::default());
         *response.status_mut() = status;
         if retry {
-            let part = u64::from(self.retry_after.subsec_nanos() > 0);
-            let seconds = self.retry_after.as_secs().saturating_add(part);
+            let round_up = u64::from(self.retry_after.subsec_nanos() > 0);
+            let seconds = self.retry_after.as_secs().saturating_add(round_up);
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
