@@ -105,7 +105,7 @@ impl RedisBackend {
         }
     }
 
-    /// Returns the response for the engine.
+    /// Converts a response of the store to the response for the engine.
     fn to_attempt(&self, outcome: AttemptResult, claim: &Claim) -> Attempt {
         match outcome {
             AttemptResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
@@ -199,8 +199,8 @@ impl LockBackend for RedisBackend {
             // returns to its length when the clock is corrected.
             match renewal {
                 Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
-                // Other grants of the key may have ended with this one, while a write of this
-                // process had ended the tracking of the key.
+                // Other grants of the key may have ended too. No invalidation reports their loss if
+                // a write of this process had ended the tracking of the key.
                 Ok(Renewal::Gone) => self.verify_other_grants(claim.key()),
                 Err(error) => *error = self.with_address(error.clone()),
             }
@@ -352,7 +352,7 @@ impl ValueStore for RedisBackend {
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         match &*self.storage {
             Storage::Single(store) => store.value(key).await,
-            Storage::Quorum(_) => Err(values_in_quorum()),
+            Storage::Quorum(_) => Err(no_values_in_quorum()),
         }
         .map_err(|error| self.with_address(error))
     }
@@ -365,13 +365,13 @@ impl ValueStore for RedisBackend {
     ) -> Result<ValueWrite, BackendError> {
         match &*self.storage {
             Storage::Single(store) => store.set_value(claim, token, value).await,
-            Storage::Quorum(_) => Err(values_in_quorum()),
+            Storage::Quorum(_) => Err(no_values_in_quorum()),
         }
         .map_err(|error| self.with_address(error))
     }
 }
 
-/// Only a single store has waiters. The engine never calls these methods of a quorum.
+/// A quorum has no waiters, so the engine never calls these methods for a quorum.
 #[async_trait]
 impl WaiterStore for RedisBackend {
     async fn register(&self, claim: &Claim, waited_for: Duration) -> Result<(), BackendError> {
@@ -390,7 +390,7 @@ impl WaiterStore for RedisBackend {
     }
 }
 
-fn values_in_quorum() -> BackendError {
+fn no_values_in_quorum() -> BackendError {
     let message = "redis: the masters of a quorum share no data, so they have no value blocks";
     BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }

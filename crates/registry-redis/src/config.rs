@@ -47,7 +47,7 @@ const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`lock-registry`; with `layout=redisson` none"),
     OptionRow::LEASE,
     OptionRow::TIMEOUT,
-    OptionRow::layout(&["native", "spring", "redisson"]).only(REPLICATED, is_replicated),
+    OptionRow::layout(&["native", "spring", "redisson"]).only(NO_QUORUM, is_no_quorum),
     OptionRow::layout(&["native"]).only("redis+quorum stores", is_quorum),
     OptionRow::CONNECT_TIMEOUT,
     OptionRow::time(
@@ -68,21 +68,21 @@ const OPTIONS: &[OptionRow] = &[
         "`0`",
         "how many replicas must have a grant before it counts",
     )
-    .only(REPLICATED, is_replicated),
+    .only(NO_QUORUM, is_no_quorum),
     OptionRow::new(
         "fsync",
         Values::Switch,
         "`false`",
         "whether a grant must be on disk before it counts, also on replicas",
     )
-    .only(REPLICATED, is_replicated),
+    .only(NO_QUORUM, is_no_quorum),
     OptionRow::time(
         "replica_timeout",
         (SERVER_TIME_MIN, RegistryBuilder::TIMEOUT_MAX),
         "`1s`; at most five sixths of a `timeout` that is set",
         "how long replicas and disks may take; less than `timeout`",
     )
-    .only(REPLICATED, is_replicated),
+    .only(NO_QUORUM, is_no_quorum),
     OptionRow::time(
         "restart_guard",
         (Duration::ZERO, TIME_MAX),
@@ -116,14 +116,14 @@ const OPTIONS: &[OptionRow] = &[
     PemFiles::KEY.only(ENCRYPTED, is_encrypted),
 ];
 
-const REPLICATED: &str = "redis stores without `+quorum`";
+const NO_QUORUM: &str = "redis stores without `+quorum`";
 const ENCRYPTED: &str = "encrypted redis stores (`rediss://`)";
 
 fn is_quorum(scheme: &str) -> bool {
     scheme.ends_with("+quorum")
 }
 
-fn is_replicated(scheme: &str) -> bool {
+fn is_no_quorum(scheme: &str) -> bool {
     !is_quorum(scheme)
 }
 
@@ -611,7 +611,7 @@ impl RedisConfig {
     }
 
     /// Sets the time limit for a response. After this time, the client replaces the connection. The
-    /// default is 10 s, which exceeds the engine's time-out.
+    /// default is 10 s, which exceeds the engine's default time-out of 3 s.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
@@ -689,7 +689,7 @@ impl RedisConfig {
             ("replica_timeout", self.durability.limit),
             ("restart_guard", self.min_uptime),
         ] {
-            // Without this option, the store uses the default value.
+            // A store without this option has a valid default value.
             if self.kind().option(option, self.scheme()).is_some() {
                 self.check_value(option, &format_time(value))?;
             }

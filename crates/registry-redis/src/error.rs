@@ -14,8 +14,8 @@ pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
 /// Classifies an error and describes the remedy.
 pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
     let RedisErrorClass { kind, message, refused } = classify(error);
-    // The client library's errors contain no password. They do not repeat the URL, and the server
-    // never sends a password.
+    // The error contains no password: the client library does not repeat the URL, and
+    // `redact_credentials` replaces each error that repeats a login.
     let source = redact_user(error).unwrap_or_else(|| error.clone());
     let backend_error = BackendError::new(kind, format!("redis: {message}")).with_source(source);
     if refused { backend_error.as_refused() } else { backend_error }

@@ -99,8 +99,8 @@ impl ReleaseListener {
         }
     }
 
-    /// Requests a subscription of the channel `name` if it has none. Returns the sequence number of
-    /// the channel's last event.
+    /// Requests a subscription to the channel `name`, unless the table contains the channel.
+    /// Returns the sequence number of the channel's last event.
     fn ensure_subscribed(&self, name: Arc<str>) -> u64 {
         let mut channels = self.table.channels();
         let channel = channels.entry(Arc::clone(&name)).or_insert_with(|| {
@@ -240,7 +240,8 @@ enum DisconnectReason {
     ListenerDropped,
 }
 
-/// Subscribes channels and handles messages until the connection breaks or the listener is dropped.
+/// Subscribes to the channels and handles messages, until the connection breaks or the listener is
+/// dropped.
 async fn serve(
     table: &ChannelTable,
     mut connection: MultiplexedConnection,

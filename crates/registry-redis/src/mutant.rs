@@ -20,7 +20,7 @@ impl Mutant {
     pub const ALL: [Self; 1] = [Self::RefusalCountsAsGone];
 }
 
-/// Returns the renewal script. Contains the bug if `Mutant::RefusalCountsAsGone` is enabled.
+/// Returns the renewal script, with the bug if `Mutant::RefusalCountsAsGone` is enabled.
 pub(crate) fn renew_script(script: &'static str) -> Cow<'static, str> {
     const EXPECTED: &str = "not is_read and not is_wrong_type(claim_or_failure)";
     if !is_enabled(Mutant::RefusalCountsAsGone) {

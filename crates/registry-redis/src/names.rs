@@ -10,9 +10,9 @@
 //! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
 //! | Redisson | `KEY`, `NS:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` is `LOCK` without further
-//! braces if it already contains a hash tag. In a channel of Redisson it is `LOCK` without further
-//! braces if it contains an opening brace, as in Redisson itself.
+//! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` adds braces, unless `LOCK`
+//! already contains a hash tag. In a channel of Redisson, it adds braces unless `LOCK` contains an
+//! opening brace, as in Redisson itself.
 
 use std::borrow::Cow;
 
@@ -128,8 +128,8 @@ impl RedisKeyNames {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// Returns the Redis key that stores for how long the server has certainly run: the time for
-    /// which clients have observed the current process. This key belongs to no lock.
+    /// Returns the Redis key that stores the minimum age of the server process: the time for which
+    /// a client has observed the process. This key belongs to no lock.
     pub(crate) fn process_age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
@@ -220,7 +220,7 @@ impl RedisKeyNames {
     /// Returns whether `record` may be a lock's record. Other programs may use Redis keys with the
     /// name of a lock.
     pub(crate) fn may_be_lock_record(&self, key: &Key, record: &[u8]) -> bool {
-        let uuid = |id: &[u8]| {
+        let is_uuid = |id: &[u8]| {
             id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
         };
         match self.layout {
@@ -233,7 +233,7 @@ impl RedisKeyNames {
                 !(is_token_key && record.iter().all(u8::is_ascii_digit))
             }
             Layout::Redisson => {
-                record.get(..36).is_some_and(uuid)
+                record.get(..36).is_some_and(is_uuid)
                     && record.get(36).is_some_and(|byte| *byte == b':')
             }
         }

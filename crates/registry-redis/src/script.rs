@@ -43,7 +43,7 @@ pub(crate) struct Scripts {
     pub(crate) waiters: Script,
     /// Stores the token that a majority has agreed on.
     pub(crate) store_token: Script,
-    /// Releases a claim's grant if one quorum round wrote it, and publishes the release.
+    /// Releases a claim's grant if the given quorum round wrote it, and publishes the release.
     pub(crate) withdraw: Script,
 }
 
@@ -71,9 +71,9 @@ impl Scripts {
         scripts.get_or_init(|| Self::with_layout(functions))
     }
 
-    fn with_layout(layout: &str) -> Self {
+    fn with_layout(layout_functions: &str) -> Self {
         let prelude = format!(
-            "{layout}\n{}\n{}",
+            "{layout_functions}\n{}\n{}",
             include_str!("script/tokens.lua"),
             include_str!("script/entries.lua")
         );
@@ -191,7 +191,7 @@ impl ScriptCall<'_> {
     }
 }
 
-/// The number of arguments of most calls, without the arguments per key.
+/// The number of arguments of most calls, except the arguments per key.
 const ARGUMENTS_PER_CALL: usize = 8;
-/// The number of bytes that most calls need per key, and again for all arguments without a key.
+/// The number of bytes that most calls need per key, and once more for all other arguments.
 const BYTES_PER_KEY: usize = 96;

@@ -128,8 +128,8 @@ impl RedisStore {
         claim: &Claim,
     ) -> Result<AttemptResult, BackendError> {
         let mut stored = None;
-        let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
-        if is_simple {
+        let is_plain_exclusive = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
+        if is_plain_exclusive {
             match self.try_acquire(claim, None).await? {
                 ExclusiveAttempt::FoundRecord(value) => stored = Some(value),
                 ExclusiveAttempt::Decided(AcquireResult::Busy { .. })
@@ -137,11 +137,12 @@ impl RedisStore {
                 ExclusiveAttempt::Decided(result) => return Ok(AttemptResult::Exclusive(result)),
             }
         }
-        // Boxed, because the future is large, and most attempts are exclusive.
-        Box::pin(self.try_acquire_entry(claim, stored, !is_simple && !claim.is_conversion())).await
+        let is_probably_free = !is_plain_exclusive && !claim.is_conversion();
+        // The box keeps this large future out of exclusive attempts, which are most attempts.
+        Box::pin(self.try_acquire_entry(claim, stored, is_probably_free)).await
     }
 
-    /// Decides an attempt with the record of several claims. If `is_probably_free`, the first
+    /// Attempts to grant `claim` in the record of several claims. If `is_probably_free`, the first
     /// request assumes that the key is free.
     async fn try_acquire_entry(
         &self,
@@ -170,8 +171,8 @@ impl RedisStore {
             let written = match record.attempt(claim, seen.now) {
                 RecordChange::Nothing(_) if seen.is_guess => continue,
                 RecordChange::Nothing(attempt) => match unchanged {
-                    // Written again, so that WAIT and WAITAOF cover a grant whose response was
-                    // lost.
+                    // The record is written again, so that `WAIT` and `WAITAOF` cover a grant whose
+                    // response was lost.
                     Some(record) if matches!(attempt, Attempt::Granted(_)) => {
                         self.replace(claim, &lock, &seen, &record, attempt).await?
                     }
@@ -296,7 +297,7 @@ pub(crate) enum AttemptResult {
 /// The outcome of a conditional write.
 enum Written {
     Yes(Attempt),
-    /// Another client has changed the value to this one.
+    /// Another client has changed the value. This is the current value.
     No(StoredValue),
 }
 

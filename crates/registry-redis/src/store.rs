@@ -68,8 +68,9 @@ pub(crate) struct RedisStore {
     pub(crate) names: RedisKeyNames,
     pub(crate) connections: RedisConnections,
     pub(crate) scripts: &'static Scripts,
-    /// Each lock belongs to a hash slot.
+    /// In a cluster, each lock belongs to a hash slot.
     is_cluster: bool,
+    /// The store is a single server, without sentinels.
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
     pub(crate) publish_command: &'static str,
@@ -217,7 +218,7 @@ impl RedisStore {
                     [token, Value::Int(remaining)] => {
                         let token = parse_integer(token);
                         let token = token.and_then(|token| FencingToken::try_from(token).ok());
-                        // As in a response to `acquire`.
+                        // Without an expiry, the grant never ends; see `parse_acquire_response`.
                         let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
                         Ok((token.ok_or_else(unexpected_response)?, lease))
                     }
@@ -357,7 +358,7 @@ impl RedisStore {
         }
     }
 
-    /// Ends the claim's grant or place.
+    /// Ends the claim's grant, or removes the claim from the queue.
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Released, BackendError> {
         let lock = self.names.lock_name(claim.key());
         let keys = [lock.as_str(), &self.names.token_key(&lock)];
@@ -390,7 +391,7 @@ impl RedisStore {
             }
             Err(error) => return vec![Err(error); claims.len()],
         };
-        // A failed release is repeated alone, to return its error.
+        // The script reports a failed release without its error, so the release is repeated alone.
         let released =
             claims.iter().enumerate().map(async |(index, claim)| match bits.get(index) {
                 Some(&bits) if bits >= 0 => Ok(Released::from_bits(bits)),

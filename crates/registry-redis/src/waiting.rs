@@ -1,5 +1,6 @@
-//! The claims that wait: those of `KEY` are the fields of the hash `NS:{KEY}:waiters`. The script
-//! `register_waiter` describes a field. No script of a grant reads or writes this hash.
+//! The registered waiters of `KEY`: the fields of the hash `NS:{KEY}:waiters`, one per waiting
+//! claim. The script `register_waiter` describes a field. No script that grants or releases a lock
+//! reads or writes this hash.
 
 use std::time::Duration;
 
@@ -66,7 +67,8 @@ impl RedisStore {
     }
 }
 
-/// Decodes the value of a field. Returns `None` if it has expired, or if another program wrote it.
+/// Decodes the value of a field. Returns `None` for an expired field, or if another program wrote
+/// the value.
 fn decode_value(key: &Key, value: &[u8], now: u64) -> Option<WaitingClaim> {
     let value = std::str::from_utf8(value).ok()?;
     let since: u64 = value.get(..16)?.parse().ok()?;

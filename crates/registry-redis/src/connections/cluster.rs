@@ -187,10 +187,10 @@ impl ClusterState {
         masters
     }
 
-    fn set_owner(&self, slot: u16, to: &Arc<RedisNode>) {
+    fn set_owner(&self, slot: u16, node: &Arc<RedisNode>) {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(owner) = owners.get_mut(usize::from(slot)) {
-            *owner = Some(Arc::clone(to));
+            *owner = Some(Arc::clone(node));
         }
     }
 
@@ -360,8 +360,8 @@ fn parse_range(range: &Value, queried: &str) -> Option<SlotRange> {
     Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
 }
 
-/// Parses `HOST:PORT`. If a server omits its host name, because it does not know it, the host of
-/// `queried` replaces the name.
+/// Parses `HOST:PORT`. A server that does not know its own host name omits the host. The host of
+/// `queried` then replaces the missing host.
 fn parse_address(text: &str, queried: &str) -> Option<ServerAddress> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host {

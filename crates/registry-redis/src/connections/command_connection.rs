@@ -1,6 +1,6 @@
-//! One multiplexed command connection. A new connection replaces it when it breaks or stops
-//! responding. This module repeats a script only if the server has not cached it. The caller
-//! decides about all other retries.
+//! One multiplexed command connection. If the connection breaks or stops responding, a new
+//! connection replaces it. This module repeats a script only if the server has not cached the
+//! script. The caller decides about all other retries.
 
 use std::fmt;
 use std::future::Future;
@@ -34,7 +34,7 @@ pub(crate) struct CommandConnection {
 
 #[derive(Clone)]
 struct SharedConnection {
-    /// The connection attempt. Every command that waits for it polls it.
+    /// The connection attempt. Every command that waits for the connection polls this future.
     connecting: Shared<ConnectFuture>,
     closed: ClosedFlag,
     activity: Arc<ResponseActivity>,
@@ -61,11 +61,12 @@ impl Drop for ProbeGuard<'_> {
 impl CommandConnection {
     /// Creates a connection. The first command opens it with `connect`.
     ///
-    /// The future of `connect` sets the [`ClosedFlag`] if it observes that its connection closes.
-    /// Otherwise the next command detects the closed connection, replaces it and calls
-    /// `on_replaced`. If a command waits and no response arrives for `probe_after`, it opens a
-    /// second connection as a probe. If the second connection is ready before any response arrives,
-    /// it replaces the first connection.
+    /// `connect` may set the [`ClosedFlag`] when its connection closes. Otherwise the next command
+    /// detects the closed connection, replaces it and calls `on_replaced`.
+    ///
+    /// If a command waits and no response arrives for `probe_after`, the command opens a second
+    /// connection as a probe. If the second connection opens before any response arrives, it
+    /// replaces the first connection.
     pub(crate) fn new(
         connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
         on_replaced: impl Fn() + Send + Sync + 'static,
@@ -170,8 +171,8 @@ impl CommandConnection {
     /// `used` delivers no response.
     ///
     /// A slow server is slow on both connections, so its response usually arrives before the second
-    /// connection opens. A connection that died without a TCP reset never delivers a response. An
-    /// example is a router that dropped its state.
+    /// connection opens. A connection that died without a TCP reset never delivers a response. For
+    /// example, a router on the path may have dropped its state.
     async fn await_response<T>(
         &self,
         used: &SharedConnection,

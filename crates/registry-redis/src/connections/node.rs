@@ -39,7 +39,7 @@ pub(crate) struct RedisNode {
 }
 
 impl RedisNode {
-    /// Creates the node to which `connector` connects. `name` appears in messages.
+    /// Creates the node of the server to which `connector` connects. `name` appears in messages.
     pub(crate) fn new(
         name: String,
         connector: Connector,
@@ -211,12 +211,12 @@ impl RedisNode {
     ) -> RedisResult<DurableResponse> {
         // All scripts with tracking use the first connection. The server regards writes on other
         // connections as changes by another client, so each renewal would trigger a verification.
-        let others = self.durable_connections.len().saturating_sub(1).max(1);
+        let untracked_count = self.durable_connections.len().saturating_sub(1).max(1);
         let connection = if call.is_tracked() {
             &self.durable_connections[0]
         } else {
             &self.durable_connections
-                [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
+                [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % untracked_count]
         };
         let prefix = self.prepare_prefix(call, is_asking);
         let responses =
@@ -372,7 +372,7 @@ impl fmt::Debug for RedisNode {
 
 const DURABLE_CONNECTIONS: usize = 4;
 /// The time without any response after which a waiting command opens a second connection. The time
-/// suits leases from 5 s on.
+/// is short enough for leases of 5 s or more.
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// The minimum time between two replacements of all connections to a server that reports to be a
 /// replica.

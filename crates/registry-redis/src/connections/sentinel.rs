@@ -247,9 +247,9 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
 
 /// Refreshes the master's address after failover messages and at regular intervals, until aborted.
 async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
-    let mut sentinel = 0;
+    let mut index = 0;
     loop {
-        let messages = match state.sentinels.get(sentinel) {
+        let messages = match state.sentinels.get(index) {
             Some(sentinel) => subscribe_to_failovers(&sentinel.client).await,
             None => return,
         };
@@ -275,7 +275,7 @@ async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
             }
         }
         // Another sentinel may be reachable.
-        sentinel = (sentinel + 1) % state.sentinels.len();
+        index = (index + 1) % state.sentinels.len();
     }
 }
 
