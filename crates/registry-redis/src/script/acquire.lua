@@ -32,6 +32,7 @@ if failure then
   return failure
 end
 if round then
+  -- The leading zero marks a provisional token.
   first_token = '0' .. first_token
 end
 store_holder(KEYS[1], claim, ARGV[2], round and first_token .. '.' .. round or first_token, now, ARGV[5])

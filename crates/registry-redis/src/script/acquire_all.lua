@@ -23,7 +23,7 @@ for i = 1, #KEYS / 2 do
     answers[2 * i], answers[2 * i + 1] = token, call('PTTL', lock)
   end
 end
-local done, failure = pcall(function()
+local is_finished, failure = pcall(function()
   for _, i in ipairs(free) do
     local claim = ARGV[4 + i]
     local first_token, failure = reserve_tokens(KEYS[2 * i], now, ARGV[2], ARGV[3], claim)
@@ -34,11 +34,11 @@ local done, failure = pcall(function()
     answers[2 * i], answers[2 * i + 1] = first_token, tonumber(ARGV[1])
   end
 end)
-if not done or failure then
-  -- A failed command does not undo the writes of a script. These locks were free.
+if not is_finished or failure then
+  -- A failed command does not undo earlier writes of a script. All these locks were free before.
   for _, i in ipairs(free) do
     call('DEL', KEYS[2 * i - 1])
   end
-  return done and failure or {err = failure_text(failure)}
+  return is_finished and failure or {err = failure_text(failure)}
 end
 return answers

@@ -14,10 +14,10 @@ local function entry_of(record, claim)
   return separator and separator + 1
 end
 
--- Returns the end of the lease of an entry if it is granted and alive.
+-- Returns the end of the lease of an entry, or nil if the entry waits or its lease is over.
 local function live_until(record, entry, now)
-  local ends = string.sub(record, entry + 33, entry + 48)
-  if string.find(record, '^%l', entry + 32) and ends > now then
-    return ends
+  local lease_end = string.sub(record, entry + 33, entry + 48)
+  if string.find(record, '^%l', entry + 32) and lease_end > now then
+    return lease_end
   end
 end

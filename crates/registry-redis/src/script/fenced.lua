@@ -11,4 +11,5 @@ if newest ~= token then
 end
 table.remove(KEYS, 1)
 table.remove(ARGV, 1)
+-- `FencedScript::new` appends the body, and the call of this function.
 local function body(KEYS, ARGV)

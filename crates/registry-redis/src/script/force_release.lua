@@ -1,5 +1,5 @@
--- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants. Claims that wait keep
--- their places. Returns 1 if the lock was held, otherwise 0.
+-- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants. Waiting claims keep
+-- their entries. Returns 1 if the lock was held, otherwise 0.
 local current_claim, record = read_holder(KEYS[1])
 if not current_claim then
   return 0

@@ -18,8 +18,9 @@ else
   return 0
 end
 -- The next grant reuses unused tokens that the clock has not passed. Otherwise tokens would run
--- ahead of the clock, and decrease after the server loses its data. A provisional token, with a
--- leading zero, is not compared. Beside other claims, only the newest reserved tokens are reused.
+-- ahead of the clock, and decrease after the server loses its data. Tokens of a provisional grant,
+-- with a leading zero, are not reused. In a record of several claims, only the newest reserved
+-- tokens are reused.
 local is_final = first_token and (last_reserved or string.sub(first_token, 1, 1) ~= '0')
 local newest_token = is_final and tonumber(string.match(redis.call('GETEX', KEYS[2]) or '', '^%d+'))
 if newest_token and (not last_reserved or last_reserved == newest_token) then

@@ -5,12 +5,12 @@ local answers = {}
 -- Extends one entry of the record of several claims. Never shortens its lease.
 local function renew_entry(lock, record, claim, lease)
   local entry, now = entry_of(record, claim), now_text()
-  local ends = entry and live_until(record, entry, now)
-  if not ends then
+  local lease_end = entry and live_until(record, entry, now)
+  if not lease_end then
     return -1
   end
   local renewed = string.format('%016.0f', now + lease * 1000)
-  if renewed > ends then
+  if renewed > lease_end then
     redis.call('SET', lock, string.sub(record, 1, entry + 32) .. renewed .. string.sub(record, entry + 49), 'KEEPTTL')
   end
   if redis.call('PTTL', lock) <= tonumber(lease) then

@@ -1,15 +1,15 @@
--- KEYS: the lock. ARGV: the expected value, the new value (empty if the key is free), the time
--- until its end in ms, the expected end of an exclusive grant in us (0 if its key has no expiry,
--- empty for other values), and, for a change that may let others in, publish command, message,
--- channels. Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the
--- value or the end has changed.
+-- KEYS: the lock. ARGV: the expected value, the new value (empty if the key becomes free), the
+-- expiry of the new value in ms, the latest expected end in us. Publish command, message and
+-- channels follow if other claims may be granted after the change. The expected end is that of an
+-- exclusive grant: 0 if its key has no expiry, empty for any other value. Returns {1}, or {2, the
+-- value, the remaining time of the key in ms, time in us} if the value or the end has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
 local remaining, now = redis.call('PTTL', KEYS[1]), now_text()
 local is_expected = value == ARGV[1]
 if is_expected and ARGV[4] ~= '' then
   -- A renewal of an exclusive grant changes only the expiry.
-  local ends = remaining < 0 and 0 or tonumber(now) + remaining * 1000
-  is_expected = ends <= tonumber(ARGV[4]) and (ends > 0 or ARGV[4] == '0')
+  local lease_end = remaining < 0 and 0 or tonumber(now) + remaining * 1000
+  is_expected = lease_end <= tonumber(ARGV[4]) and (lease_end > 0 or ARGV[4] == '0')
 end
 if not is_expected then
   return {2, value, remaining, now}
@@ -19,6 +19,7 @@ if ARGV[2] == '' then
 else
   redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 end
+-- With pcall, the change succeeds even if the user may not publish.
 for i = 7, #ARGV do
   redis.pcall(ARGV[5], ARGV[i], ARGV[6])
 end

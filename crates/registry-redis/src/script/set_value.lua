@@ -1,5 +1,6 @@
--- KEYS: the lock, its value. ARGV: claim, token, bytes. Stores `TOKEN BYTES` and returns 1 if the
--- claim holds the lock exclusively and no larger token has written. Otherwise returns 0.
+-- KEYS: the lock, the key of its value block. ARGV: claim, token, bytes. Stores `TOKEN BYTES` and
+-- returns 1 if the claim holds the lock exclusively and no larger token has written. Otherwise
+-- returns 0.
 local current_claim, record = read_holder(KEYS[1])
 local is_held = current_claim == ARGV[1]
 if record and has_several_claims(record) then

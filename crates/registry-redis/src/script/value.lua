@@ -1,3 +1,4 @@
--- KEYS: the value. Returns the server's time in us, and the value as `set_value` stored it.
+-- KEYS: the key of the value block. Returns the server's time in us, and the value as `set_value`
+-- stored it.
 local time = redis.call('TIME')
 return {time[1] * 1000000 + time[2], redis.call('GETEX', KEYS[1])}

@@ -21,7 +21,8 @@ local function store_holder(lock, claim, lease, token, now, label)
   redis.call('SET', lock, claim .. ' ' .. token .. ' ' .. now .. ' ' .. label, 'PX', lease)
 end
 
--- Returns the value of the token key. It is the last token, because the record contains the rest.
+-- Returns the value of the token key: only the last token, because the record contains the first
+-- token and the claim.
 local function format_tokens(last_token)
   return last_token
 end
