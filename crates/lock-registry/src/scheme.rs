@@ -26,7 +26,7 @@ struct Feature {
 impl Scheme {
     /// Returns the store of the scheme `name`. Returns an error if the scheme is unknown or this
     /// build cannot open its store.
-    pub(crate) fn find(name: &str) -> Result<&'static StoreKind, ConfigError> {
+    pub(crate) fn find_store(name: &str) -> Result<&'static StoreKind, ConfigError> {
         let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {
             return Err(ConfigError::unknown(
                 "scheme",
@@ -171,12 +171,12 @@ mod tests {
             _ => "//host",
         };
         let url = format!("{scheme}:{location}");
-        let parse = Scheme::find(scheme).expect("the store is built in").parse;
+        let parse = Scheme::find_store(scheme).expect("the store is built in").parse;
         parse(&UrlParts::split(&url).expect("the URL has a scheme")).expect("the URL is valid")
     }
 
     fn built_in_schemes() -> impl Iterator<Item = &'static str> {
-        SCHEMES.iter().map(|scheme| scheme.name).filter(|name| Scheme::find(name).is_ok())
+        SCHEMES.iter().map(|scheme| scheme.name).filter(|name| Scheme::find_store(name).is_ok())
     }
 
     #[test]
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn an_error_about_an_unknown_scheme_suggests_the_most_similar_scheme_and_lists_all() {
-        let error = Scheme::find("postgress").unwrap_err();
+        let error = Scheme::find_store("postgress").unwrap_err();
         let ConfigError::Unknown { what, given, nearest, known, .. } = &error else {
             panic!("{error:?}")
         };
@@ -241,7 +241,7 @@ mod tests {
             ("etcd", "etcd", cfg!(feature = "etcd")),
             ("etcds", "etcd-tls", cfg!(feature = "etcd-tls")),
         ] {
-            let found = Scheme::find(scheme);
+            let found = Scheme::find_store(scheme);
             assert_eq!(found.is_ok(), built_in, "{scheme}");
             let Err(error) = found else { continue };
             let line = format!(

@@ -35,7 +35,7 @@ impl StoreUrl {
                 "the store URL does not start with a known scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
             ));
         }
-        let kind = Scheme::find(&parts.scheme)?;
+        let kind = Scheme::find_store(&parts.scheme)?;
         let parsed = parts
             .check()
             .and_then(|()| (kind.parse)(&parts))
@@ -48,7 +48,8 @@ impl StoreUrl {
 pub(crate) fn split(url: &str) -> Option<UrlParts<'_>> {
     let (scheme, rest) = url.split_once(':')?;
     // The text may be `user:password@host`, without a scheme.
-    let is_login = !rest.starts_with("//") && rest.contains('@') && Scheme::find(scheme).is_err();
+    let is_login =
+        !rest.starts_with("//") && rest.contains('@') && Scheme::find_store(scheme).is_err();
     if is_login { None } else { UrlParts::split(url) }
 }
 

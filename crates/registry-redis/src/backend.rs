@@ -18,8 +18,8 @@ use registry_core::{
 use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
+use crate::multi_claim::AttemptResult;
 use crate::quorum::Quorum;
-use crate::several::AttemptResult;
 use crate::store::{
     AcquireResult, BatchResult, RedisStore, Released, key_names, unexpected_response,
 };

@@ -689,7 +689,7 @@ impl RedisConfig {
             ("replica_timeout", self.durability.limit),
             ("restart_guard", self.min_uptime),
         ] {
-            // A store without this option has a valid default value.
+            // A store without this option does not use the value.
             if self.kind().option(option, self.scheme()).is_some() {
                 self.check_value(option, &format_time(value))?;
             }

@@ -35,7 +35,7 @@ mod store;
 mod names;
 mod slot;
 mod script;
-mod several;
+mod multi_claim;
 mod values;
 mod waiting;
 mod record;

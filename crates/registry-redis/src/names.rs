@@ -57,7 +57,7 @@ impl RedisKeyNames {
     }
 
     /// Returns whether the layout supports records of several claims.
-    pub(crate) fn supports_records(&self) -> bool {
+    pub(crate) fn supports_multi_claim_records(&self) -> bool {
         self.layout == Layout::Native
     }
 

@@ -19,10 +19,10 @@ use crate::connections::{RedisConnections, RedisNode};
 use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, last_event_seq};
+use crate::multi_claim::{StoredValue, parse_multi_claim_record};
 use crate::names::RedisKeyNames;
 use crate::record::{ExclusiveRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
-use crate::several::{StoredValue, parse_several};
 use crate::slot::hash_slot;
 
 /// The store's response to an acquisition.
@@ -510,10 +510,10 @@ impl RedisStore {
         });
         let mut holders = Vec::new();
         for ((key, _), (record, remaining, token)) in held {
-            if let Some(several) = parse_several(&record)? {
-                let several = several.holders(key, u64::try_from(now).unwrap_or(0));
-                let holder = |holder| ClaimHolder { claim: Vec::new(), holder };
-                holders.extend(several.into_iter().map(holder));
+            if let Some(multi_claim_record) = parse_multi_claim_record(&record)? {
+                let found = multi_claim_record.holders(key, u64::try_from(now).unwrap_or(0));
+                let claim_holder = |holder| ClaimHolder { claim: Vec::new(), holder };
+                holders.extend(found.into_iter().map(claim_holder));
                 continue;
             }
             let holder =

@@ -1,7 +1,8 @@
 -- KEYS: the lock, its token key. ARGV: claim, lease in ms, number of tokens, retention of the token
--- key in ms, label, and in a quorum the round. Returns {1, first token, remaining lease in ms}, or
--- {0, remaining lease in ms, the holder's record, time in us, the holder's first token if known},
--- or {2, the record of several claims, the remaining time of the key in ms, time in us}.
+-- key in ms, label, and in a quorum the round. Returns one of:
+-- - granted: {1, first token, remaining lease in ms}
+-- - busy: {0, remaining lease in ms, record, time in us, the holder's first token if known}
+-- - not decided here: {2, record of several claims, remaining time of the key in ms, time in us}
 local call, claim, round = redis.call, ARGV[1], ARGV[6]
 local current_claim, record = read_holder(KEYS[1])
 local now = now_text()

@@ -1,9 +1,9 @@
 -- KEYS: locks, each followed by its token key. ARGV: lease in ms, number of tokens, retention of
--- the token keys in ms, label, then the claim of each lock. If all claims hold their locks, returns
--- 1, followed by the first token and the remaining lease in ms of each lock. If a lock is busy,
--- changes nothing and returns {0, remaining lease in ms, the holder's record, time in us, the
--- holder's first token if known, index of the lock from 0}. If this script cannot decide, changes
--- nothing and returns {2}.
+-- the token keys in ms, label, then the claim of each lock. Returns one of:
+-- - all claims hold their locks: 1, then the first token and the remaining lease in ms of each lock
+-- - a lock is busy: the busy response of `acquire` for this lock, then its index from 0
+-- - not decided here: {2}
+-- In the last two cases, the script changes nothing.
 local call, now = redis.call, now_text()
 local answers, free = {1}, {}
 for i = 1, #KEYS / 2 do

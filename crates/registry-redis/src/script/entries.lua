@@ -1,6 +1,10 @@
--- The record of several claims: a string `+;ENTRY;ENTRY;`, whose fields have a fixed width. In an
--- entry that begins at position e, the claim is at e, the mode at e + 32 (in lower case if
--- granted), the end of the lease at e + 33, the token at e + 81, and the token block at e + 100.
+-- The record of several claims: a string `+;ENTRY;ENTRY;`. These fields of an entry have a fixed
+-- width. In an entry that begins at position e, they begin at:
+-- - e: the claim
+-- - e + 32: the mode, in lower case if the claim is granted
+-- - e + 33: the end of the lease in us
+-- - e + 81: the token
+-- - e + 100: the token block
 
 -- Returns the time in us, with 16 digits as in an entry.
 local function now_text()

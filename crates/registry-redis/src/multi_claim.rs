@@ -87,7 +87,7 @@ impl StoredValue {
         if self.value.is_empty() {
             return Ok(Some(LockRecord::new()));
         }
-        if let Some(record) = parse_several(&self.value)? {
+        if let Some(record) = parse_multi_claim_record(&self.value)? {
             return Ok(Some(record));
         }
         let Some((id, token, since, label)) = ExclusiveRecord::parts(&self.value) else {
@@ -110,7 +110,7 @@ thread_local! {
 }
 
 /// Parses the record of several claims. Returns `None` for any other value.
-pub(crate) fn parse_several(value: &[u8]) -> Result<Option<LockRecord>, BackendError> {
+pub(crate) fn parse_multi_claim_record(value: &[u8]) -> Result<Option<LockRecord>, BackendError> {
     let Some(entries) = value.strip_prefix(PREFIX.as_bytes()) else { return Ok(None) };
     let record = std::str::from_utf8(entries).ok().and_then(|text| LockRecord::parse(text).ok());
     record.map(Some).ok_or_else(|| {
@@ -133,7 +133,7 @@ impl RedisStore {
             match self.try_acquire(claim, None).await? {
                 ExclusiveAttempt::FoundRecord(value) => stored = Some(value),
                 ExclusiveAttempt::Decided(AcquireResult::Busy { .. })
-                    if claim.joins_queue() && self.names.supports_records() => {}
+                    if claim.joins_queue() && self.names.supports_multi_claim_records() => {}
                 ExclusiveAttempt::Decided(result) => return Ok(AttemptResult::Exclusive(result)),
             }
         }
