@@ -28,12 +28,15 @@ use crate::watcher::Watcher;
 
 /// A lock store on an etcd cluster of version 3.4 or later.
 ///
-/// Each lock has a queue in the cluster. The first claim in the queue holds the lock, and so do the
-/// next ones if they are compatible with all claims before them: readers, one upgradable claim, or
-/// permits. A release, or the end of the holder's lease, wakes only the next claim; the end of a
-/// permit wakes all claims that wait for units. Fencing tokens are the revisions in which the keys
-/// were created, or in which an upgrade was requested. They increase across every failure that a
-/// majority of the members survives.
+/// Each lock has a queue in the cluster. The first claim in the queue holds the lock. A later claim
+/// also holds the lock if its mode is compatible with the modes of all claims before it. For
+/// example, readers are compatible with each other and with one upgradable claim. A release, or the
+/// end of the holder's lease, wakes only the next claim. The end of a permit wakes all claims that
+/// wait for units.
+///
+/// A fencing token is the revision that created the claim's key. An upgraded claim, and a claim
+/// that waited behind an upgradable one, has a later revision as its token. Tokens increase across
+/// every failure that a majority of the members survives.
 ///
 /// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
 /// of the other locks of its process. A later claim reuses the lease of a released claim, which
@@ -121,19 +124,22 @@ impl EtcdBackend {
         self.client.call(range).await.map_err(|failure| self.with_address(failure.into_error()))
     }
 
-    /// Returns the holder of `key`, given its entry.
-    async fn holder_of(&self, key: Key, entry: &KeyValue) -> Result<Holder, BackendError> {
+    /// Decodes an entry in the queue of `key`, and reads the remaining time of its lease.
+    async fn decode_entry(&self, key: Key, entry: &KeyValue) -> Result<Holder, BackendError> {
         let request = LeaseTimeToLiveRequest { id: entry.lease };
         let response = self.client.call(request).await.map_err(CallError::into_error)?;
         let remaining = u64::try_from(response.ttl).ok().map(Duration::from_secs);
         Ok(record::decode_holder(key, entry, remaining))
     }
 
-    /// Returns the holders among these entries of queues.
-    async fn holders_of(&self, granted: &[(Key, KeyValue)]) -> Result<Vec<Holder>, BackendError> {
-        let mut holders = Vec::with_capacity(granted.len());
-        for batch in granted.chunks(BATCH_MAX) {
-            let batch = batch.iter().map(|(key, entry)| self.holder_of(key.clone(), entry));
+    /// Decodes the entries, each with its key. Returns them in the order of their tokens.
+    async fn decode_entries(
+        &self,
+        entries: &[(Key, KeyValue)],
+    ) -> Result<Vec<Holder>, BackendError> {
+        let mut holders = Vec::with_capacity(entries.len());
+        for batch in entries.chunks(BATCH_MAX) {
+            let batch = batch.iter().map(|(key, entry)| self.decode_entry(key.clone(), entry));
             for holder in join_all(batch).await {
                 holders.push(holder?);
             }
@@ -255,14 +261,14 @@ impl LockAdmin for EtcdBackend {
         let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
         let granted: Vec<_> =
             modes::granted(entries).into_iter().map(|entry| (key.clone(), entry)).collect();
-        self.holders_of(&granted).await
+        self.decode_entries(&granted).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let granted = self.queues().await?.into_iter().flat_map(|(key, entries)| {
             modes::granted(entries).into_iter().map(move |entry| (key.clone(), entry))
         });
-        self.holders_of(&granted.collect::<Vec<_>>()).await
+        self.decode_entries(&granted.collect::<Vec<_>>()).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
@@ -313,7 +319,7 @@ impl WaiterStore for EtcdBackend {
         let waiting = queues.into_iter().flat_map(|(key, entries)| {
             modes::waiting(entries).into_iter().map(move |entry| (key.clone(), entry))
         });
-        let waiting = self.holders_of(&waiting.collect::<Vec<_>>()).await?;
+        let waiting = self.decode_entries(&waiting.collect::<Vec<_>>()).await?;
         // The entry of a waiting claim has the same fields as that of a holder.
         let to_waiting = |entry: Holder| {
             WaitingClaim::new(entry.key)
@@ -331,9 +337,10 @@ impl fmt::Debug for EtcdBackend {
     }
 }
 
-/// The number of operations per transaction. The members' default limit is 128.
+/// The maximum number of operations per transaction, and of concurrent requests. The members'
+/// default limit of operations is 128.
 const BATCH_MAX: usize = 100;
-/// The number of keys per page.
+/// The maximum number of keys per page.
 const PAGE_SIZE: i64 = 1_000;
 /// The maximum number of attempts for an operation that concurrent changes may invalidate.
 pub(crate) const ATTEMPTS_MAX: usize = 4;

@@ -26,10 +26,11 @@ pub(crate) struct ClaimEntry {
     /// The revision in which the key was created. `None` while the revision is unknown, or while
     /// the key may not exist.
     pub(crate) create_revision: Option<i64>,
-    /// The claim held the lock at some time. It holds the lock until its entry is deleted.
+    /// The claim was granted. It holds the lock until its entry is deleted.
     pub(crate) is_granted: bool,
-    /// The token of the grant, if it is not `create_revision`.
-    pub(crate) upgrade_token: Option<i64>,
+    /// The token of the grant, if it is not `create_revision`: the revision of an upgrade, or of a
+    /// write directly before the grant.
+    pub(crate) later_token: Option<i64>,
     /// The start of the grant delay. Set when the entry becomes first after a holder that may not
     /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
@@ -41,7 +42,7 @@ pub(crate) struct ClaimEntry {
     pub(crate) own_watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
     pub(crate) tombstone_lease: Option<i64>,
-    /// The request to upgrade the claim, while its upgrade waits.
+    /// The request to upgrade the claim, while the upgrade waits.
     pub(crate) upgrade: Option<UpgradeRequest>,
 }
 
@@ -55,8 +56,8 @@ pub(crate) struct UpgradeRequest {
     pub(crate) reader: Option<Predecessor>,
     /// The start of the delay after the loss of a reader.
     pub(crate) delayed_since: Option<Moment>,
-    /// A token for the upgrade, and the creation revision of an entry. While that entry exists, no
-    /// other claim takes a token.
+    /// The token that was taken for the upgrade, and the creation revision of the blocking entry.
+    /// While the blocking entry exists, no other claim takes a token.
     pub(crate) token: Option<(i64, i64)>,
 }
 
@@ -80,7 +81,7 @@ impl ClaimEntry {
             ttl_seconds: Some(ttl_seconds),
             create_revision: None,
             is_granted: false,
-            upgrade_token: None,
+            later_token: None,
             delayed_since: None,
             has_unresolved_request: false,
             predecessor: None,
@@ -90,8 +91,12 @@ impl ClaimEntry {
         }
     }
 
-    /// Returns the entry that `claim` waits for, and the lease that must not end meanwhile.
-    pub(crate) fn waiting(&mut self, claim: &Claim) -> Option<(&mut Predecessor, &mut EtcdLease)> {
+    /// Returns the entry that `claim` waits for, and the lease that must be extended during the
+    /// wait.
+    pub(crate) fn predecessor_and_lease(
+        &mut self,
+        claim: &Claim,
+    ) -> Option<(&mut Predecessor, &mut EtcdLease)> {
         if claim.is_conversion() {
             let upgrade = self.upgrade.as_mut()?;
             return Some((upgrade.reader.as_mut()?, &mut upgrade.lease));
@@ -124,7 +129,7 @@ impl ClaimEntry {
     pub(crate) fn from_key_value(key: KeyValue) -> Self {
         let token = EntryRecord::of(&key).token;
         Self {
-            upgrade_token: Some(token).filter(|token| *token != key.create_revision),
+            later_token: Some(token).filter(|token| *token != key.create_revision),
             name: key.key,
             lease: EtcdLease::new(key.lease, Duration::ZERO, Moment::now()),
             ttl_seconds: None,
@@ -151,7 +156,7 @@ pub(crate) struct Predecessor {
     pub(crate) last_seen_revision: i64,
     /// The watch has reported the deletion of the predecessor's key.
     pub(crate) is_deleted: bool,
-    /// The holder of the lock at the last read of the whole queue, and the time of that read.
+    /// The `Busy` response of the last read of the whole queue, and the time of that read.
     pub(crate) last_busy: Option<(Busy, Moment)>,
     /// The key has a record, so this library created the key. Other programs write none.
     pub(crate) has_record: bool,
@@ -182,7 +187,8 @@ impl Predecessor {
         self
     }
 
-    /// Creates the watch for the entry of this name in `queue`, after the last seen revision.
+    /// Watches the predecessor's key, or all keys of `queue` if the scope requires it. The watch
+    /// starts after the last seen revision.
     pub(crate) fn create_watch(&self, watcher: &Watcher, queue: Vec<u8>) -> KeyWatch {
         let name = match self.scope {
             WatchScope::DeletionInQueue => queue,
@@ -191,7 +197,7 @@ impl Predecessor {
         watcher.watch_predecessor(name, self.scope, self.last_seen_revision.saturating_add(1))
     }
 
-    /// Takes the watch of `earlier` if both have the same key.
+    /// Takes the watch of `earlier` if both are the same entry with the same scope.
     pub(crate) fn with_watch_from(mut self, earlier: Option<&mut Self>) -> Self {
         let is_same = |earlier: &&mut Self| {
             earlier.create_revision == self.create_revision

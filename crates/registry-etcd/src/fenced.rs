@@ -126,8 +126,8 @@ impl FencedTxn<'_> {
     /// for a store error.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the transaction may or may not be executed. The
-    /// cluster executes it only while the lock is held.
+    /// If the future is dropped, the transaction may or may not be executed. The cluster executes
+    /// the transaction only while the lock is held.
     pub async fn commit(self) -> Result<Committed, FenceError> {
         let key = self.guard.key().to_owned();
         if !self.guard.is_held() {

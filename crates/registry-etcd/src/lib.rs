@@ -8,8 +8,8 @@
 //! revision.
 //!
 //! The crate contains its own client with the few messages that locks need. A build therefore
-//! requires only cargo. The engine in `registry-core` implements waiting, the times of renewals,
-//! and loss detection. It calls this backend through `LockBackend`.
+//! requires no protobuf compiler. The engine in `registry-core` implements waiting, the schedule of
+//! renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
 //! # Examples
 //! ```no_run

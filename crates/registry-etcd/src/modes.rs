@@ -17,7 +17,7 @@ use crate::keep_alive::LeaseStatus;
 use crate::lease::ttl_seconds;
 use crate::names::KeyNames;
 use crate::proto::KeyValue;
-use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token};
+use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token, mark_of};
 use crate::record::{self, EntryRecord};
 use crate::txn::{self, AppendIf, TxnResults};
 use crate::watcher::WatchScope;
@@ -43,9 +43,9 @@ impl QueueSnapshot {
         self.entries.iter().position(is_entry)
     }
 
-    /// Returns the other entries that have a token smaller than `token`, each with its record
-    /// without the token.
-    fn without_tokens_before(&self, own: &KeyValue, token: i64) -> Vec<(&KeyValue, Vec<u8>)> {
+    /// Returns the other entries whose token is their creation revision and smaller than `token`.
+    /// Returns each entry with its new record, which has no token.
+    fn without_smaller_tokens(&self, own: &KeyValue, token: i64) -> Vec<(&KeyValue, Vec<u8>)> {
         let others = self.entries.iter().filter(|it| it.key != own.key);
         let smaller = others.filter(|it| it.create_revision < token);
         let records = smaller.filter_map(|it| Some((it, record::forget_token(it)?)));
@@ -240,7 +240,7 @@ impl EtcdBackend {
             return self.take_token(entry_guard, entry, own_entry, mode).await;
         }
         entry.is_granted = true;
-        entry.upgrade_token =
+        entry.later_token =
             Some(own_record.token).filter(|token| Some(*token) != entry.create_revision);
         let lease = entry.lease.remaining().min(claim.lease());
         let token = fencing_token(own_record.token);
@@ -251,8 +251,8 @@ impl EtcdBackend {
     /// Stores the token of a granted claim whose record has none. The caller then reads the queue
     /// again, even if another attempt has stored a token.
     ///
-    /// The token is the revision of the first write. Every earlier grant that excludes this one has
-    /// ended before, so its token is smaller.
+    /// The token is the revision of the first write. Every earlier grant that is incompatible with
+    /// this grant ended before this write, so its token is smaller.
     pub(crate) async fn take_token(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -274,7 +274,8 @@ impl EtcdBackend {
         Ok(QueueStep::Retry)
     }
 
-    /// Removes the entry of a claim that states another number of units, and returns `busy`.
+    /// Removes the entry of a claim whose total of units differs from that of the holders. Returns
+    /// `busy`.
     async fn withdraw(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -336,7 +337,7 @@ impl EtcdBackend {
             match self.convert_in(claim, entry, current).await? {
                 Conversion::Done(token) => {
                     entry.is_granted = true;
-                    entry.upgrade_token =
+                    entry.later_token =
                         Some(token).filter(|token| Some(*token) != entry.create_revision);
                     if let Some(upgrade) = entry.upgrade.take() {
                         self.pool.revoke_later(upgrade.lease.id);
@@ -387,7 +388,8 @@ impl EtcdBackend {
                 return Ok(Conversion::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
-            // The request is late: the grant was upgraded since, and its holder relies on that.
+            // The request is late: the grant was upgraded after the request was sent, and its
+            // holder relies on the upgrade.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -407,8 +409,8 @@ impl EtcdBackend {
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
 
-    /// Appends the request to upgrade the claim. Its creation revision becomes the token of the
-    /// upgrade, unless other claims are granted meanwhile.
+    /// Appends the request to upgrade the claim. The creation revision of the request becomes the
+    /// token of the upgrade, unless other claims are granted meanwhile.
     async fn request_upgrade(
         &self,
         claim: &Claim,
@@ -438,7 +440,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Retry(None));
             }
             Err(failure) => {
-                // After the revocation, a late arrival of the request fails.
+                // After the revocation, the members reject the request if it arrives late.
                 self.pool.revoke_later(lease_id);
                 return Err(failure.into_error());
             }
@@ -472,7 +474,7 @@ impl EtcdBackend {
             }
         };
         let mut old_reader = upgrade.reader.take();
-        // The upgrade request blocks new readers for one lease after this attempt.
+        // The upgrade request must block new readers for at least one lease after this attempt.
         let status = self.ensure_lease(claim, &mut upgrade.lease).await;
         let upgrade = entry.upgrade.insert(upgrade);
         if status? == LeaseStatus::NotFound {
@@ -508,8 +510,8 @@ impl EtcdBackend {
             // A reader that was enqueued before the request, and was granted after it, may have
             // taken a larger token.
             _ => {
-                let (value, guards) = (request.value.clone(), [own_entry, blocking]);
-                let touch = txn::convert(request, value, &guards, None);
+                let (value, must_exist) = (request.value.clone(), [own_entry, blocking]);
+                let touch = txn::convert(request, value, &must_exist, None);
                 let touched = self.execute(touch).await.map_err(CallError::into_error)?;
                 let taken = (touched.header.revision, blocking.create_revision);
                 upgrade.token = touched.succeeded.then_some(taken);
@@ -517,11 +519,12 @@ impl EtcdBackend {
             }
         };
         upgrade.token = Some((token, blocking.create_revision));
-        // Claims that began to wait while this claim was exclusive have tokens of their own. None
-        // of them is granted while `own_entry`, `request` and `blocking` exist.
-        let without_tokens = snapshot.without_tokens_before(own_entry, token);
-        if !without_tokens.is_empty() {
-            let replace = txn::replace_waiting(&without_tokens, &[own_entry, request, blocking]);
+        // The token of a claim that was enqueued while this claim was exclusive is its creation
+        // revision, which is smaller than `token`. No such claim is granted while `own_entry`,
+        // `request` and `blocking` exist.
+        let records = snapshot.without_smaller_tokens(own_entry, token);
+        if !records.is_empty() {
+            let replace = txn::replace_waiting(&records, &[own_entry, request, blocking]);
             self.execute(replace).await.map_err(CallError::into_error)?;
             return Ok(Conversion::Retry(None));
         }
@@ -566,7 +569,8 @@ enum Conversion {
     /// The claim has the requested mode, and this token.
     Done(i64),
     Busy(Busy),
-    /// The claim is not granted, was upgraded since, or cannot be converted to this mode.
+    /// The claim is not granted, was upgraded after this request was sent, or cannot be converted
+    /// to this mode.
     Gone,
     /// The entry does not exist.
     Lost,
@@ -625,10 +629,6 @@ fn busy_in(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy 
         QueuePosition::Behind(nearest) => busy.with_mark(mark_of(&before[nearest])),
         _ => busy.with_mark(before.last().map_or(0, mark_of)),
     }
-}
-
-fn mark_of(entry: &KeyValue) -> u64 {
-    u64::try_from(entry.create_revision).unwrap_or(0)
 }
 
 /// The maximum number of tokens that one transaction removes. With three further comparisons, the

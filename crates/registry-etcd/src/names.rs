@@ -2,12 +2,12 @@
 //!
 //! | layout | queue of a lock | entry in it |
 //! |---|---|---|
-//! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, in hexadecimal |
+//! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, the lease id in hexadecimal |
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
-//! In the native layout, each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue, and
-//! the value block of a key is `NAMESPACE/KEY=value`. The etcdctl layout has neither, and escapes
-//! nothing.
+//! In the native layout, each entry has a tombstone `NAMESPACE/KEY!LEASE`, outside the queue. The
+//! value block of a key is `NAMESPACE/KEY=value`. The etcdctl layout has no tombstones and no value
+//! blocks, and escapes nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
 //! with another lock's name and a slash.
@@ -59,8 +59,8 @@ impl KeyNames {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
-    /// Returns whether claims may be shared. Peers of the etcdctl layout know exclusive claims
-    /// only.
+    /// Returns whether claims may have other modes than exclusive. Peers of the etcdctl layout
+    /// support only exclusive claims.
     pub(crate) fn has_modes(&self) -> bool {
         self.layout == Layout::Native
     }

@@ -207,8 +207,8 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
 /// sends no request in this time.
 const LOSS_NOTIFICATION_DELAY_MAX: Duration = Duration::from_millis(25);
 
-/// The maximum number of unused leases of one duration. The pool revokes the other leases of a
-/// process that releases many locks at once.
+/// The maximum number of unused leases of one duration. When a process releases many locks at once,
+/// the pool revokes all further leases.
 const IDLE_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The messages and calls of etcd's API that locks need. The messages are written manually, so a
-//! build needs no protobuf compiler. This file shows the whole protocol. The field numbers are the
-//! field numbers of etcd's `rpc.proto`. The encoding permits this file to omit unused fields.
+//! build needs no protobuf compiler. The field numbers are those of etcd's `rpc.proto` and
+//! `kv.proto`. The encoding permits this file to omit unused fields.
 
 use prost::Message;
 

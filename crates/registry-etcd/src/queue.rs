@@ -169,7 +169,7 @@ impl EtcdBackend {
             return self.adopt_entry(claim, entry_guard, first_entry).await;
         }
         Ok(QueueStep::Done(Attempt::Busy(
-            busy_with_holder(claim, &first_entry).with_mark(predecessor_revision(&first_entry)),
+            busy_with_holder(claim, &first_entry).with_mark(mark_of(&first_entry)),
         )))
     }
 
@@ -303,7 +303,7 @@ impl EtcdBackend {
             if record.needs_token() {
                 return self.take_token(entry_guard, entry, &own_entry, ClaimMode::Exclusive).await;
             }
-            entry.upgrade_token = Some(record.token).filter(|token| *token != create_revision);
+            entry.later_token = Some(record.token).filter(|token| *token != create_revision);
         }
         self.grant_or_busy(claim, entry_guard, entry, first_entry.as_ref())
     }
@@ -421,7 +421,7 @@ impl EtcdBackend {
             None => {
                 entry.is_granted = true;
                 let lease = entry.lease.remaining().min(claim.lease());
-                let token = entry.upgrade_token.or(entry.create_revision);
+                let token = entry.later_token.or(entry.create_revision);
                 let token = fencing_token(token.unwrap_or(-1));
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
@@ -477,11 +477,11 @@ impl EtcdBackend {
         }
     }
 
-    /// Abandons the entries that the engine left to expire. This deletes their tombstones before
-    /// the tombstone lease expires.
+    /// Abandons the entries whose leases the engine no longer extends. Their tombstones are then
+    /// deleted before the tombstone lease expires.
     fn abandon_expired(&self) {
         let expired = self.claims.take_expired().into_iter();
-        // The client that created a lease also ends it.
+        // Only the client that created a lease ends the lease.
         expired.filter(|entry| entry.ttl_seconds.is_some()).for_each(|entry| self.abandon(entry));
     }
 
@@ -625,7 +625,7 @@ impl EtcdBackend {
     ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
         let grant = |entry: &ClaimEntry| {
             let create_revision = entry.create_revision?;
-            let is_granted = entry.upgrade_token.unwrap_or(create_revision) == token;
+            let is_granted = entry.later_token.unwrap_or(create_revision) == token;
             is_granted.then(|| (entry.name.clone(), create_revision))
         };
         let cached = self.claims.lock_entry(claim).await.as_ref().and_then(grant);
@@ -641,7 +641,7 @@ impl EtcdBackend {
         let cached = {
             let mut entry_guard = self.claims.lock_entry(claim).await;
             entry_guard.as_mut().and_then(|entry| {
-                let (predecessor, lease) = entry.waiting(claim)?;
+                let (predecessor, lease) = entry.predecessor_and_lease(claim)?;
                 // The predecessor keeps its watch, so the next wait does not create another watch.
                 let watch =
                     predecessor.watch.take_if(|watch| watch.is_active() || watch.is_deleted());
@@ -686,7 +686,7 @@ impl EtcdBackend {
                         return sleep(RETRY_PAUSE).await;
                     }
                     if let Some(entry) = &mut *self.claims.lock_entry(claim).await
-                        && let Some((predecessor, _)) = entry.waiting(claim)
+                        && let Some((predecessor, _)) = entry.predecessor_and_lease(claim)
                     {
                         predecessor.is_deleted = true;
                     }
@@ -735,7 +735,7 @@ impl EtcdBackend {
         let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
         self.find_and_extend_tombstone_lease(entry.ttl_seconds);
         let limits = RequestLimits { idle_timeout: limit, total: limit };
-        let Some((predecessor, lease)) = entry.waiting(claim) else {
+        let Some((predecessor, lease)) = entry.predecessor_and_lease(claim) else {
             return Ok(LeaseStatus::NotFound);
         };
         let status = self.keep_alive.extend(lease, limits).await?;
@@ -769,7 +769,8 @@ pub(crate) fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
     Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 
-fn predecessor_revision(entry: &KeyValue) -> u64 {
+/// Returns the mark of a claim that waits for `entry`: the creation revision of `entry`.
+pub(crate) fn mark_of(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
 

@@ -1,16 +1,18 @@
 //! The value of a queue entry: the readable text `CLAIM SINCE HOST LABEL`. Peers write an empty
 //! value.
 //!
-//! An exclusive claim has this text only. Before it, all others have one word and a space: `s`
-//! (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an upgrade) or `q` (the
-//! request to upgrade the claim). `:TOKEN` follows the word if the token of the claim is not the
-//! revision that created the key. The conditions of `txn` depend on the order of these letters.
+//! The value of an exclusive claim is this text only. Every other value begins with one word and a
+//! space: `s` (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an upgrade) or
+//! `q` (the request to upgrade the claim). `:TOKEN` follows the word if the token of the claim is
+//! not the revision that created the key. The conditions of `txn` depend on the order of these
+//! letters.
 //!
-//! `z` and one of `s`, `u`, `p` and `x` is the word of a claim that was enqueued behind an
-//! upgradable claim, until its grant. The upgradable claim may be upgraded meanwhile, and its token
-//! is then larger than the revision that created this key. The token is therefore taken at the
-//! grant. An upgrade after a downgrade gives the same word to the claims that were enqueued before
-//! the downgrade.
+//! The word of a claim that was enqueued behind an upgradable claim is `z`, followed by `s`, `u`,
+//! `pTAKE/OF` or `x`. The claim has this word until its grant. The upgradable claim may be upgraded
+//! meanwhile, and the token of the upgrade is then larger than the revision that created this key.
+//! The token of the waiting claim is therefore taken at its grant. If a claim is downgraded and
+//! upgraded again, the second upgrade changes the words of claims that were enqueued before the
+//! downgrade in the same way.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -24,14 +26,15 @@ pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
     encode_as(QueuedEntry::Claim(claim.mode()), claim, host)
 }
 
-/// Returns the same record for a claim whose token is taken at its grant.
+/// Returns `record` without a token, for a claim whose token is taken at its grant.
 pub(crate) fn without_token(record: &[u8], mode: ClaimMode) -> Vec<u8> {
     let word: &[u8] = if mode == ClaimMode::Exclusive { b"zx " } else { b"z" };
     [word, record].concat()
 }
 
-/// Returns the record of the same waiting claim, whose token is taken at its grant. `None` if the
-/// entry belongs to another program, or has no token of its own.
+/// Returns the record of a waiting claim without its token, which is then taken at the grant.
+/// Returns `None` if the entry belongs to another program, or if its token is not its creation
+/// revision.
 pub(crate) fn forget_token(entry: &KeyValue) -> Option<Vec<u8>> {
     let EntryRecord { entry: queued, id, token, .. } = EntryRecord::of(entry);
     match (queued, id) {
@@ -95,7 +98,7 @@ impl<'a> EntryRecord<'a> {
         let exclusive = QueuedEntry::Claim(ClaimMode::Exclusive);
         let unknown = Self { entry: exclusive, id: None, token: created, text: "" };
         let Ok(value) = std::str::from_utf8(&entry.value) else { return unknown };
-        if let Some(id) = claim_of(value) {
+        if let Some(id) = parse_claim_id(value) {
             return Self { id: Some(id), text: value, ..unknown };
         }
         let decode = || {
@@ -118,7 +121,7 @@ impl<'a> EntryRecord<'a> {
                     QueuedEntry::Claim(ClaimMode::Permits { take, of })
                 }
             };
-            Some(Self { entry, id: Some(claim_of(text)?), token, text })
+            Some(Self { entry, id: Some(parse_claim_id(text)?), token, text })
         };
         decode().unwrap_or(unknown)
     }
@@ -144,8 +147,8 @@ pub(crate) fn belongs_to(entry: &KeyValue, id: ClaimId) -> bool {
     EntryRecord::of(entry).is_claim(id)
 }
 
-/// Returns the claim whose id is the first word of `text`.
-fn claim_of(text: &str) -> Option<ClaimId> {
+/// Parses the claim id that is the first word of `text`.
+fn parse_claim_id(text: &str) -> Option<ClaimId> {
     text.split_once(' ')?.0.parse().ok()
 }
 
@@ -153,7 +156,7 @@ fn claim_of(text: &str) -> Option<ClaimId> {
 /// no time.
 pub(crate) fn decode_holder(key: Key, entry: &KeyValue, remaining: Option<Duration>) -> Holder {
     let record = EntryRecord::of(entry);
-    let fields = decode(record.text);
+    let fields = decode_since_and_label(record.text);
     let mode = match record.entry {
         QueuedEntry::Claim(mode) => mode,
         QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
@@ -168,7 +171,7 @@ pub(crate) fn decode_holder(key: Key, entry: &KeyValue, remaining: Option<Durati
 }
 
 /// Returns the time at which the claim was enqueued, and the label.
-fn decode(text: &str) -> Option<(u64, Option<&str>)> {
+fn decode_since_and_label(text: &str) -> Option<(u64, Option<&str>)> {
     let mut fields = text.splitn(4, ' ');
     let since = fields.nth(1)?.parse().ok()?;
     Some((since, fields.nth(1).filter(|label| !label.is_empty())))
@@ -189,9 +192,9 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The lower limit of the records of shared claims, which are the next ones up.
+/// The lower limit of the records of shared claims. Their upper limit is `UPGRADABLE_FROM`.
 pub(crate) const SHARED_FROM: &[u8] = b"s";
-/// The lower limit of the records of upgradable claims, and the upper one of shared ones.
+/// The lower limit of the records of upgradable claims.
 pub(crate) const UPGRADABLE_FROM: &[u8] = b"u";
 /// The upper limit of the records of upgradable claims.
 pub(crate) const UPGRADABLE_END: &[u8] = b"v";

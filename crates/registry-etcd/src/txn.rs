@@ -31,7 +31,8 @@ pub(crate) fn enqueue(
     lease: i64,
     tombstone: Option<TombstonePut>,
 ) -> TxnRequest {
-    // Only a layout with modes has tombstones. Peers of the other one understand no records.
+    // Only the native layout has tombstones and records without tokens. Peers of the etcdctl layout
+    // cannot read records.
     let put = match &tombstone {
         Some(_) => put_behind(queue, name, record, lease, ClaimMode::Exclusive),
         None => put_op(name, record, lease),
@@ -66,7 +67,7 @@ pub(crate) fn enqueue_if_empty(
     }
 }
 
-/// The state of a queue to which an entry is appended.
+/// The condition on a queue under which an entry is appended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AppendIf {
     Always,
@@ -86,7 +87,7 @@ impl AppendIf {
         match self {
             Self::Always => Vec::new(),
             Self::Empty => vec![all(EQUAL, CREATE, TargetUnion::CreateRevision(0))],
-            // Every record is longer than the limits, so none is equal to one.
+            // No record is equal to a limit, because every record is longer.
             Self::Shared => vec![value(GREATER, SHARED_FROM), value(LESS, UPGRADABLE_FROM)],
             Self::SharedOrUpgradable => {
                 vec![value(GREATER, SHARED_FROM), value(LESS, UPGRADABLE_END)]
@@ -115,7 +116,7 @@ pub(crate) fn append(
     compare.extend(condition.compares(queue));
     let put = match condition {
         AppendIf::Always => put_behind(queue, name, record, lease, mode),
-        // The other conditions let in a claim that is granted at once.
+        // The other conditions admit only a claim that is granted at once.
         _ => put_op(name, record, lease),
     };
     let mut success = ops([put, OpRequest::Range(entries(queue))]);
@@ -137,7 +138,7 @@ pub(crate) fn read_entries(queue: &[u8], tombstone_prefix: Option<&[u8]>) -> Txn
 }
 
 fn all_tombstones(prefix: &[u8]) -> RangeRequest {
-    RangeRequest { limit: 0, ..existing_tombstones(prefix) }
+    RangeRequest { limit: 0, ..some_tombstones(prefix) }
 }
 
 /// Puts the request `name` to upgrade the claim of the entry `own`, if `own` has not changed. On
@@ -156,17 +157,17 @@ pub(crate) fn request_upgrade(
     txn
 }
 
-/// Replaces the record of the entry `own` if it has not changed and all `guards` exist. Deletes the
-/// request to upgrade it, if any.
+/// Replaces the record of the entry `own` if `own` has not changed and all entries in `must_exist`
+/// exist. Deletes the request to upgrade `own`, if any.
 pub(crate) fn convert(
     own: &KeyValue,
     record: Vec<u8>,
-    guards: &[&KeyValue],
+    must_exist: &[&KeyValue],
     request: Option<&KeyValue>,
 ) -> TxnRequest {
     let mut compare = vec![compare_mod_revision(own)];
-    let exists = |guard: &&KeyValue| compare_create_revision(&guard.key, guard.create_revision);
-    compare.extend(guards.iter().map(exists));
+    let exists = |entry: &&KeyValue| compare_create_revision(&entry.key, entry.create_revision);
+    compare.extend(must_exist.iter().map(exists));
     let put = PutRequest {
         key: own.key.clone(),
         value: record,
@@ -178,25 +179,26 @@ pub(crate) fn convert(
     TxnRequest { compare, success, failure: Vec::new() }
 }
 
-/// Replaces the records of these waiting entries, if none has changed and all `guards` exist.
+/// Replaces the records of these waiting entries, if none has changed and all entries in
+/// `must_exist` exist.
 pub(crate) fn replace_waiting(
     records: &[(&KeyValue, Vec<u8>)],
-    guards: &[&KeyValue],
+    must_exist: &[&KeyValue],
 ) -> TxnRequest {
     let mut txn = TxnRequest::default();
-    let exists = |guard: &&KeyValue| compare_create_revision(&guard.key, guard.create_revision);
-    txn.compare.extend(guards.iter().map(exists));
+    let exists = |entry: &&KeyValue| compare_create_revision(&entry.key, entry.create_revision);
+    txn.compare.extend(must_exist.iter().map(exists));
     for (entry, record) in records {
-        let one = convert(entry, record.clone(), &[], None);
-        txn.compare.extend(one.compare);
-        txn.success.extend(one.success);
+        let replacement = convert(entry, record.clone(), &[], None);
+        txn.compare.extend(replacement.compare);
+        txn.success.extend(replacement.success);
     }
     txn
 }
 
-/// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if the queue
-/// has an upgradable claim that may be upgraded before this claim is granted, or an entry that was
-/// put behind one.
+/// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if an
+/// upgrade may take a larger token before this claim is granted. This is possible if the queue
+/// contains an upgradable claim, an upgraded claim, or a record without a token.
 fn put_behind(
     queue: &[u8],
     name: &[u8],
@@ -204,19 +206,20 @@ fn put_behind(
     lease: i64,
     mode: ClaimMode,
 ) -> OpRequest {
-    // A reader holds the key beside an upgradable claim, and the upgrade then waits for the reader.
+    // A reader may hold the key together with an upgradable claim. The upgrade then waits for the
+    // reader, so the token of the reader is smaller.
     let end = if mode == ClaimMode::Shared { WITHOUT_TOKEN_FROM } else { UPGRADABLE_FROM };
     let end = TargetUnion::Value(end.to_vec());
     let without_token = record::without_token(&record, mode);
-    let choice = |compare, record, otherwise| {
+    let put_if = |compare, record, otherwise| {
         let success = ops([put_op(name, record, lease)]);
         OpRequest::Txn(TxnRequest { compare: vec![compare], success, failure: ops([otherwise]) })
     };
     let has_tokens = compare_all(queue, LESS, VALUE, end);
-    let behind = choice(has_tokens, record.clone(), put_op(name, without_token, lease));
-    // The members compare no value in an empty queue.
+    let behind = put_if(has_tokens, record.clone(), put_op(name, without_token, lease));
+    // In an empty queue, the comparison of values is false.
     let is_empty = compare_all(queue, EQUAL, CREATE, TargetUnion::CreateRevision(0));
-    choice(is_empty, record, behind)
+    put_if(is_empty, record, behind)
 }
 
 /// Compares all entries of `queue`.
@@ -244,12 +247,13 @@ fn compare_mod_revision(entry: &KeyValue) -> Compare {
 /// Returns two operations: a read of the existing tombstones, then the put of the new tombstone.
 fn tombstone_ops(tombstone: TombstonePut) -> [RequestOp; 2] {
     [
-        op(OpRequest::Range(existing_tombstones(&tombstone.prefix))),
+        op(OpRequest::Range(some_tombstones(&tombstone.prefix))),
         op(put_op(&tombstone.name, Vec::new(), tombstone.lease)),
     ]
 }
 
-fn existing_tombstones(prefix: &[u8]) -> RangeRequest {
+/// Reads up to `TOMBSTONES_MAX` tombstones.
+fn some_tombstones(prefix: &[u8]) -> RangeRequest {
     RangeRequest {
         key: prefix.to_vec(),
         range_end: prefix_end(prefix),
@@ -276,7 +280,7 @@ pub(crate) fn read_queue(
             .map(OpRequest::Range));
     reads.extend(tombstone_prefix.map(|prefix| {
         let max_create_revision = create_revision.saturating_sub(1);
-        op(OpRequest::Range(RangeRequest { max_create_revision, ..existing_tombstones(prefix) }))
+        op(OpRequest::Range(RangeRequest { max_create_revision, ..some_tombstones(prefix) }))
     }));
     reads.extend(tombstone.map(|tombstone| op(OpRequest::Range(get(tombstone)))));
     TxnRequest { success: reads, ..TxnRequest::default() }
@@ -333,7 +337,7 @@ pub(crate) fn dequeue_in_mode(
     txn
 }
 
-/// Also deletes the key `name` with `txn`.
+/// Adds the deletion of the key `name` to both branches of `txn`.
 pub(crate) fn with_deletion(mut txn: TxnRequest, name: &[u8]) -> TxnRequest {
     txn.success.push(op(delete_op(name)));
     txn.failure.push(op(delete_op(name)));
@@ -387,9 +391,9 @@ pub(crate) fn rewrite_tombstone(
 }
 
 /// Returns the value of a rewritten tombstone: the creation revision of its entry. A rewritten
-/// tombstone was not written together with its entry. It may therefore have a newer revision than
-/// later entries. The tombstone of a holder that enqueues again also has a newer revision, but an
-/// empty value.
+/// tombstone was not written together with its entry. Its revision may therefore be newer than
+/// those of entries that were appended later. The tombstone of a holder that enqueues again also
+/// has a newer revision, but an empty value.
 pub(crate) fn rewritten_tombstone_value(create_revision: i64) -> Vec<u8> {
     create_revision.to_string().into_bytes()
 }

@@ -1,5 +1,5 @@
-//! Value blocks: a key of its own next to the queue of a lock, without a lease. Its value is
-//! [`LockValue::encode`] of the bytes and the writer's fencing token.
+//! Reads and writes value blocks. A value block is a key next to the queue of a lock, without a
+//! lease. Its value is [`LockValue::encode`] of the bytes and the writer's fencing token.
 
 use async_trait::async_trait;
 use registry_core::{
