@@ -27,9 +27,9 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
 /// session.
 ///
-/// The token is the transaction that created the holder's node. The token of an upgraded claim is
-/// the transaction of the upgrade, and that of a claim that waited meanwhile is a later one. Tokens
-/// grow as long as the servers keep their data.
+/// The token is the id of the transaction that created the holder's node. The token of an upgraded
+/// claim is the id of the upgrade's transaction. A claim that waited during the upgrade has the id
+/// of a later transaction as its token. Tokens grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
@@ -116,7 +116,8 @@ impl ZkBackend {
         recipe::release(&session, claim, || self.paths.queue_path(claim.key())).await
     }
 
-    /// Adds the check whether wake-ups arrive, or the addresses of the servers.
+    /// Adds the check whether wake-ups arrive to a `Busy` response, and the addresses of the
+    /// servers to an error.
     fn with_wake_check(
         &self,
         attempt: Result<Attempt, BackendError>,
@@ -146,9 +147,9 @@ impl ZkBackend {
             return Vec::new();
         }
         // If the session's validity covers the longest lease, the confirmation only has to show
-        // that the nodes exist. The leader suffices for this.
-        let is_certain = session.remaining_validity() > session.timeout() / 2;
-        let by = if is_certain { ConfirmedBy::Leader } else { ConfirmedBy::Majority };
+        // that the nodes exist. A response of the leader suffices for this.
+        let covers_longest_lease = session.remaining_validity() > session.timeout() / 2;
+        let by = if covers_longest_lease { ConfirmedBy::Leader } else { ConfirmedBy::Majority };
         if let Err(error) = session.confirm(by).await {
             let failed = |(index, claim, _): (_, &Claim, _)| match session.find_entry(claim.id()) {
                 Some(_) => (index, Err(error.clone())),

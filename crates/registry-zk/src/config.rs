@@ -276,8 +276,9 @@ impl ZkConfig {
         self
     }
 
-    /// Sets the names of created nodes. Waiters recognise the names of [`Naming::Curator`] and
-    /// [`Naming::Kazoo`], or only those of the recipe in Curator.
+    /// Sets the names of created nodes. With [`Naming::CuratorReadWrite`], waiters recognise only
+    /// the names of this recipe. Otherwise, they recognise the names of [`Naming::Curator`] and
+    /// [`Naming::Kazoo`].
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
@@ -463,7 +464,7 @@ impl ZkConfig {
         if self.is_semaphore() && !self.may_write() {
             return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
-        // In the native layout the root node itself would hold all keys.
+        // In the native layout, the namespaces would be direct children of the tree's root node.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
         if !is_valid_path(self.root()) && !is_root_allowed {
             return Err(OptionError::new("root", "is not a valid path; an example is `/locks`"));
@@ -750,9 +751,9 @@ fn parse_acl(text: &str) -> Option<Acl> {
 /// client sends a ping after three eighths of this time.
 ///
 /// The client library's own limit is two fifths of the session time-out, nearly as long as the
-/// longest lease. The request time-out shortens this limit. Shorter leases therefore survive a
-/// half-open connection. [`CONNECTION_TIMEOUT_MIN`] is the lower bound, because the client must not
-/// drop the connection to a busy server.
+/// longest lease. This limit is a fifth of the session time-out, or the request time-out if that is
+/// shorter. Shorter leases therefore survive a half-open connection. [`CONNECTION_TIMEOUT_MIN`] is
+/// the lower bound, because the client must not drop the connection to a busy server.
 fn connection_timeout(session_timeout: Duration, request_timeout: Duration) -> Duration {
     let connection_timeout = (session_timeout / 5).min(request_timeout);
     connection_timeout.max(CONNECTION_TIMEOUT_MIN.min(session_timeout * 2 / 5))

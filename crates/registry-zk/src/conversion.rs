@@ -1,6 +1,6 @@
 //! Changes the mode of a held claim: upgrade and downgrade. `recipe` grants and ends claims.
 //!
-//! The data of the claim's node states the new mode. A transaction writes it if the data has not
+//! A transaction writes the new mode into the data of the claim's node, if this data has not
 //! changed. An upgrade first creates a second node of the claim, the upgrade request, which blocks
 //! all claims behind it. The transaction that makes the claim exclusive checks that the request and
 //! the node that blocks new readers still exist, and deletes the request. The id of this
@@ -64,7 +64,8 @@ enum Conversion {
     /// The claim has the requested mode.
     Done,
     Busy(Busy),
-    /// The claim is not granted, was upgraded since, or cannot be converted to this mode.
+    /// The claim is not granted, was upgraded after this request was sent, or cannot be converted
+    /// to this mode.
     Gone,
     /// Another client has deleted the node of the claim.
     Lost,
@@ -92,7 +93,8 @@ async fn run_conversion(
                 delete_upgrade_request(session, state).await?;
                 return verify_own_node(session, state).await;
             }
-            // The request is late: the grant was upgraded since, and its holder relies on that.
+            // The request is late: the grant was upgraded after the request was sent, and its
+            // holder relies on the upgrade.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -190,7 +192,8 @@ async fn upgrade(
         }
     };
     if blocking != request && queue.is_sequence_exhausted() {
-        // The transaction would not detect that this node was replaced by one of the same name.
+        // The transaction would not detect that another node with the same name has replaced this
+        // node.
         let message = format!(
             "zookeeper: the lock cannot be upgraded while other claims wait, because the sequence numbers of {} are exhausted; delete this node while the lock is free",
             entry.dir
@@ -213,7 +216,7 @@ async fn request_upgrade(
 ) -> Result<Option<Vec<String>>, BackendError> {
     let naming = session.config().naming;
     let queued = QueuedEntry::UpgradeRequest;
-    session.reserve_request(entry, node_bytes(&entry.dir, claim.id(), naming, queued))?;
+    session.reserve_upgrade_request(entry, node_bytes(&entry.dir, claim.id(), naming, queued))?;
     let prefix = node_prefix(claim.id(), naming, queued);
     // From here on, the request may exist.
     state.is_conversion_unresolved = true;
@@ -338,7 +341,7 @@ pub(crate) async fn resolve_upgrade_request(
     Ok(())
 }
 
-/// As [`resolve_upgrade_request`]. Also determines the mode of the claim, and whether its node
+/// Like [`resolve_upgrade_request`]. Also determines the mode of the claim, and whether its node
 /// exists.
 pub(crate) async fn resolve_conversion(
     session: &Arc<ZkSession>,

@@ -153,9 +153,9 @@ impl Multi for LockGuard {
 }
 
 impl FencedMulti<'_> {
-    /// The maximum bytes of all writes together, with their paths. By default, servers break the
-    /// connection at a request of 1 MiB (`jute.maxbuffer`). The locks of a process share this
-    /// connection.
+    /// The maximum bytes of all writes together, with their paths. Servers close the connection
+    /// after a request of more than `jute.maxbuffer`, 1 MiB by default. The locks of a process
+    /// share this connection.
     pub const BYTES_MAX: usize = REQUEST_BYTES_MAX;
 
     /// Adds a write that creates a persistent node, with the rights that this client gives to

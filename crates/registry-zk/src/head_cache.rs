@@ -1,5 +1,7 @@
-//! Records since when a node has been the head of a queue in which this session waits. A missing
-//! entry only delays the next majority check. No I/O. `recipe` calls this module.
+//! Records when a majority last confirmed the head of each queue in which this session waits, or
+//! when this session first saw the head. A missing entry only delays the next majority check. No
+//! I/O. `modes` calls this module. For a blocking node that is not the head, `modes` passes the
+//! path of this node instead of the path of the queue.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;

@@ -1,14 +1,15 @@
 //! Keeps the tokens of a key growing after an upgrade. `recipe` calls this module directly before a
 //! grant.
 //!
-//! The token of a claim is the transaction that created its node. An upgrade passes the claims that
-//! wait, and its token, the transaction of the upgrade, is larger than theirs. This transaction
-//! therefore also writes the data of the lock's node. A claim that is older than the last such
-//! write takes the transaction of a write of its own. This transaction also writes the lock's node,
-//! because claims behind it may be older than its token.
+//! The token of a claim is the transaction that created its node. The token of an upgraded claim is
+//! the transaction of the upgrade, which is larger than the tokens of the claims that wait. This
+//! transaction therefore also writes the data of the lock's node. If a claim's token is smaller
+//! than the last write of the lock's node, the claim takes a new token directly before its grant.
+//! The new token is the transaction of another write. This transaction writes the claim's node and
+//! also the lock's node, because claims behind this claim may have smaller tokens.
 //!
-//! An outcome that is unknown needs no resolution. The claim writes again, and the servers execute
-//! the requests of a session in order. The last write is therefore the one that was answered.
+//! After a write with an unknown outcome, the claim writes again. The servers execute the requests
+//! of a session in order, so the last write is the one that was answered.
 
 use registry_core::{BackendError, Claim, Moment};
 use zookeeper_client::{Error, MultiWriteResult};
@@ -22,10 +23,10 @@ use crate::session::ZkSession;
 /// The data of a lock's node. Only the transaction of the last write has a meaning.
 pub(crate) const LOCK_DATA: &[u8] = b"";
 
-/// Gives the claim, which holds the lock and was not granted before, a token that is larger than
-/// those of all earlier holders. `last_write` is the last transaction that wrote the lock's node,
-/// as of the list that showed that the claim holds the lock. Returns false if the caller must try
-/// again.
+/// Ensures that the token of the claim is larger than those of all earlier holders. Changes nothing
+/// if the claim is already granted. No node may block the claim. `last_write` is the last
+/// transaction that wrote the lock's node, from the same read as the list of the queue. Returns
+/// false if the caller must try again.
 pub(crate) async fn ensure_largest_token(
     session: &ZkSession,
     entry: &QueueEntry,
@@ -34,7 +35,7 @@ pub(crate) async fn ensure_largest_token(
     last_write: i64,
 ) -> Result<bool, BackendError> {
     let Some(node) = &mut state.node else { return Ok(false) };
-    // A grant keeps its token, also if another claim that holds the lock too takes a later one.
+    // A granted claim keeps its token, even if another holder of the lock takes a larger token.
     let is_granted = state.held_until.is_some();
     if is_granted || last_write <= node.grant.token || !session.config().has_upgrades() {
         return Ok(true);

@@ -6,8 +6,8 @@
 //! own child. Processes therefore acquire the lock in the order of the children, with one child at
 //! a time per process. A release wakes exactly one waiter. Shared claims, upgradable claims and
 //! permits have children in the same queue: a claim is granted if its mode is compatible with those
-//! of all children before its own. The engine in `registry-core` implements waiting, the times of
-//! renewals, and loss detection. It calls this backend through `LockBackend`.
+//! of all children before its own. The engine in `registry-core` implements waiting, the schedule
+//! of renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
 //! All locks of a backend share one session. One request renews the session with all its locks.
 //! Several thousand locks need further sessions, because the servers end a session by one

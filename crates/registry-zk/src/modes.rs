@@ -33,7 +33,7 @@ pub(crate) enum Blockers {
     None,
     /// These nodes before the claim's own. The claim is not granted while they exist unchanged.
     Nodes(Vec<Blocker>),
-    /// The held permits state this number of units, and the claim states another number.
+    /// The holders' permits state this total of units, and the claim states another total.
     OtherUnits(u32),
     /// A node was deleted after the queue was listed.
     Changed,
@@ -94,7 +94,8 @@ pub(crate) async fn find_blockers(
         if !is_reader || !is_convertible(name) || is_unchanged {
             return Ok(Blockers::unread([nearest]));
         }
-        // An upgradable claim rarely blocks a reader, so it is watched only if it does.
+        // An upgradable claim rarely blocks a reader, so `watch_blockers` watches the claim only if
+        // it does.
         let is_watched =
             is_waiting && (parse_queued_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
         let Some(node) = read_node(session, dir, name, is_watched).await? else {
@@ -144,9 +145,9 @@ fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
 
 /// Returns the name of a blocking node that exists only on the connected server.
 ///
-/// A waiter would wait forever for a node that the other servers have deleted. After the same node
-/// has blocked it for one session time-out, this function therefore asks a majority. The
-/// predecessor of an exclusive claim is checked only as the head of the queue.
+/// A waiter would wait forever for a node that the other servers have deleted. This function
+/// therefore checks on a majority whether a node exists that has blocked waiters for one session
+/// time-out. The predecessor of an exclusive claim is checked only as the head of the queue.
 pub(crate) async fn find_missing_on_majority(
     session: &ZkSession,
     dir: &str,
@@ -315,7 +316,8 @@ async fn read_holders_in(
 ) -> Result<Option<QueueHolders>, BackendError> {
     let names = queue.names();
     let (mut entries, mut nodes) = (Vec::new(), Vec::new());
-    // No node behind an exclusive claim that was not converted is granted, so it ends the search.
+    // No node behind an exclusive claim that was not converted is granted, so such a claim ends the
+    // search.
     while entries.last() != Some(&EXCLUSIVE) && entries.len() < names.len() {
         let rest = &names[entries.len()..];
         let exclusive = rest.iter().position(|name| parse_queued_entry(name) == EXCLUSIVE);

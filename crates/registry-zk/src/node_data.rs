@@ -1,7 +1,8 @@
 //! The data of a claim's node: a JSON object. It states the mode of a claim that was converted, and
-//! the token of one that was downgraded. The rest is for operators. If the data states no token, it
-//! is the transaction that last wrote the data: the one that created the node, the one that
-//! upgraded the claim, or the one of `later_token`.
+//! of a claim in Curator's semaphore. It also states the token of a claim that was downgraded. The
+//! rest is for operators. If the data states no token, the token is the transaction that last wrote
+//! the data. This transaction created the node, upgraded the claim, or gave it a later token (see
+//! `later_token`).
 
 use std::borrow::Cow;
 
@@ -91,8 +92,8 @@ pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeG
     Some(NodeGrant { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
 
-/// As [`decode_grant`]. The claim of a node whose data was replaced is exclusive, which is the safe
-/// assumption of all other claims.
+/// Like [`decode_grant`]. If another program has replaced the data, the claim counts as exclusive,
+/// which is the safe assumption for all other claims.
 pub(crate) fn decode_other_grant(name: &str, data: &[u8], stat: &Stat) -> NodeGrant {
     let unknown = NodeGrant { mode: ClaimMode::Exclusive, token: stat.czxid };
     decode_grant(name, data, stat).unwrap_or(unknown)

@@ -33,7 +33,8 @@ pub(crate) struct CreatedNode {
     pub(crate) listed: Result<Result<ListedChildren, Error>, BackendError>,
 }
 
-/// Creates an ephemeral node of this name and a number in `dir`, and lists `dir`.
+/// Creates an ephemeral sequential node in `dir`, whose name is `prefix` and a number. Also lists
+/// `dir`.
 pub(crate) async fn create_sequential(
     session: &ZkSession,
     dir: &str,
@@ -97,7 +98,7 @@ pub(crate) async fn read_children(
     Ok(read_listed_children(session, dir).await?.map(|listed| listed.names))
 }
 
-/// As [`read_children`]. Also returns the last write of `dir` in the same state.
+/// Like [`read_children`]. Also returns the last write of `dir` in the same state.
 pub(crate) async fn read_listed_children(
     session: &Arc<ZkSession>,
     dir: &str,
@@ -120,8 +121,8 @@ pub(crate) async fn read_children_after_confirmation(
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
-    // A server rejects a session that has seen a newer transaction. The list therefore includes the
-    // state that the majority confirmed.
+    // A server rejects a client that has seen a newer transaction than the server's last one. The
+    // list therefore includes the state that the majority confirmed.
     session.with_request_timeout(session.client().list_children(dir)).await
 }
 

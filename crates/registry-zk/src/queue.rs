@@ -109,6 +109,7 @@ pub(crate) fn parse_queued_entry(name: &str) -> QueuedEntry {
 
 /// The parts of a contender's name.
 struct Contender<'a> {
+    /// The text before the marker: the claim and its mode, or the text of another program.
     before: &'a str,
     /// The text directly before the number. It identifies the recipe.
     marker: &'static str,

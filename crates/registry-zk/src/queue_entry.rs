@@ -21,20 +21,20 @@ use crate::queue::node_bytes;
 /// uses it.
 pub(crate) struct QueueEntry {
     pub(crate) key: Key,
-    /// Path of the key's node.
+    /// Path of the node whose children are the queue.
     pub(crate) dir: String,
-    /// Bytes of the node's path in the transaction that ends the session.
+    /// Bytes of the paths of the claim's nodes in the transaction that ends the session.
     pub(crate) node_bytes: usize,
-    /// The same without the units that are not watched.
+    /// The same, but without the units that are not watched.
     pub(crate) watch_bytes: usize,
-    /// The same of the request to upgrade the claim. Zero until the first request.
-    pub(crate) request_bytes: AtomicUsize,
+    /// Bytes of the path of the claim's upgrade request. Zero until the first upgrade request.
+    pub(crate) upgrade_request_bytes: AtomicUsize,
     /// The engine has requested the release of the claim.
     is_release_requested: AtomicBool,
     /// Each operation on the claim locks this mutex. The operations of a claim therefore run one at
     /// a time.
     pub(crate) state: Arc<Mutex<ClaimState>>,
-    /// The number of calls that wait until the claim's node is the head.
+    /// The number of calls that wait for the claim's blockers.
     waiters: AtomicUsize,
     /// The time at which the last attempt began or the last wait ended.
     last_active_at: std::sync::Mutex<Moment>,
@@ -56,7 +56,8 @@ pub(crate) struct ClaimState {
     /// The watch on the own node of a held claim.
     pub(crate) own_watch: Option<OwnNodeWatch>,
     /// The nodes that a waiting claim waits for, and their watches. For an exclusive claim, this is
-    /// the node directly before the own node.
+    /// the node directly before the own node. In Curator's semaphore, the head of the queue waits
+    /// for the parent of the units.
     pub(crate) blockers: Option<WatchedNodes>,
     /// The request to upgrade the claim, while its upgrade waits.
     pub(crate) upgrade: Option<UpgradeRequest>,
@@ -172,7 +173,7 @@ impl QueueEntry {
             key: claim.key().clone(),
             node_bytes: bytes(claim.mode()),
             watch_bytes: bytes(watched),
-            request_bytes: AtomicUsize::new(0),
+            upgrade_request_bytes: AtomicUsize::new(0),
             is_release_requested: AtomicBool::new(false),
             dir,
             state: Arc::new(Mutex::new(state)),
@@ -181,8 +182,8 @@ impl QueueEntry {
         }
     }
 
-    /// Returns whether the request to upgrade the claim may exist and its upgrade is not tried any
-    /// more.
+    /// Returns whether the request to upgrade the claim may exist although no caller tries the
+    /// upgrade any more.
     pub(crate) fn is_upgrade_lapsed(&self, state: &ClaimState, now: Moment) -> bool {
         (state.upgrade.is_some() || state.is_conversion_unresolved)
             && self.waiters.load(Ordering::Acquire) == 0
@@ -312,10 +313,10 @@ impl NodeWatch {
 
 /// The watch budget: how many bytes of paths a session may watch at a time.
 ///
-/// After each reconnect, the client library sends all its watches to the server again, at most [128
-/// KiB](Self::TOTAL_MAX) per request. The library treats the response to a second such request as
-/// unexpected and breaks the connection. This repeats until the session expires. The budget keeps
-/// the watches within one request.
+/// After each reconnect, the client library sends all its watches to the server again, at most 128
+/// KiB per request. The library treats the response to a second such request as unexpected and
+/// breaks the connection. This repeats until the session expires. The budget keeps the watches
+/// within one request.
 ///
 /// A node beyond the budget is not watched: its waiter polls, and its holder detects a loss at the
 /// next renewal.

@@ -89,13 +89,14 @@ fn keeps_place(session: &ZkSession, claim: &Claim) -> bool {
     }
 }
 
+/// Tries up to `ATTEMPTS_MAX` times to create the claim's node and to determine its position.
 async fn run_attempt(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut was_blocker_changed = false;
+    let mut is_queue_changing = false;
     let keeps_place = keeps_place(session, claim);
     for _ in 0..ATTEMPTS_MAX {
         if state.is_creation_unresolved {
@@ -146,7 +147,7 @@ async fn run_attempt(
                     match semaphore::try_acquire(session, entry, state, claim, keeps_place).await? {
                         SemaphoreAttempt::Granted => return grant(session, state, claim),
                         SemaphoreAttempt::Busy(busy) => return Ok(Attempt::Busy(busy)),
-                        SemaphoreAttempt::Retry => was_blocker_changed = true,
+                        SemaphoreAttempt::Retry => is_queue_changing = true,
                     }
                     continue;
                 }
@@ -158,7 +159,7 @@ async fn run_attempt(
                 }
                 Blockers::Nodes(blockers) => blockers,
                 Blockers::Changed => {
-                    (state.blockers, was_blocker_changed) = (None, true);
+                    (state.blockers, is_queue_changing) = (None, true);
                     continue;
                 }
                 Blockers::OtherUnits(held_total) => {
@@ -170,14 +171,14 @@ async fn run_attempt(
             modes::find_missing_on_majority(session, &entry.dir, before, mode, &blockers).await?
         {
             state.nodes_missing_on_majority.push(missing);
-            (state.blockers, was_blocker_changed) = (None, true);
+            (state.blockers, is_queue_changing) = (None, true);
             continue;
         }
         if !keeps_place {
             if is_semaphore
-                && semaphore::comes_next(session, entry, claim, before, blockers).await?
+                && semaphore::wait_for_predecessor(session, entry, claim, before, blockers).await?
             {
-                was_blocker_changed = true;
+                is_queue_changing = true;
                 continue;
             }
             delete_nodes(session, state).await?;
@@ -195,11 +196,11 @@ async fn run_attempt(
                 }));
             }
             // The next attempt lists the children again.
-            None => was_blocker_changed = true,
+            None => is_queue_changing = true,
         }
     }
     state.blockers = None;
-    if !was_blocker_changed {
+    if !is_queue_changing {
         // Contention is not the cause. In each attempt, the connection broke, or the node or its
         // parent was missing.
         let message = format!(

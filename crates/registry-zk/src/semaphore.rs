@@ -9,7 +9,8 @@
 //!
 //! The token is the id of the transaction that granted the claim. This transaction created the
 //! nodes of the units, or wrote the mode into the data of the exclusive claim's node. The
-//! transaction that enqueued the claim may be older than the tokens of claims before it.
+//! transaction that enqueued the claim cannot be the token, because a claim before it may have been
+//! granted later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -127,9 +128,13 @@ fn is_free(claim: &Claim, taken: u64) -> bool {
     }
 }
 
-/// Returns whether the units of a claim that does not wait are free, and a claim before it leaves
-/// the queue within [`TURN_MAX`]. Otherwise a claim before it waits, or holds the exclusive lock.
-pub(crate) async fn comes_next(
+/// Waits until a claim before this claim leaves the queue, for at most [`PREDECESSOR_WAIT_MAX`], if
+/// the units of this claim are free. This function is for a claim that does not wait for units.
+///
+/// Returns true if the caller should try again. Returns false if the units are not free, or if a
+/// claim before this claim waits for units or holds the exclusive lock. Always returns false for an
+/// exclusive claim.
+pub(crate) async fn wait_for_predecessor(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     claim: &Claim,
@@ -150,7 +155,7 @@ pub(crate) async fn comes_next(
     }
     let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await;
     Ok(match watched.map_err(BackendError::as_unknown)? {
-        Some((watched, _)) => timeout(TURN_MAX, watched.change()).await.is_ok(),
+        Some((watched, _)) => timeout(PREDECESSOR_WAIT_MAX, watched.change()).await.is_ok(),
         None => true,
     })
 }
@@ -166,7 +171,7 @@ async fn read_leases(
     let budget = session.watch_budget();
     let reservation =
         if is_watched { budget.reserve(leases, WatchBudget::TOTAL_MAX) } else { None };
-    // Without a `sync`, a lagging server could list units that were returned.
+    // Without a `sync`, a lagging server could list units that were released.
     let synced = client.sync(leases);
     let listed = async {
         match reservation {
@@ -440,5 +445,5 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
         .with_token(fencing_token(token))
 }
 
-/// How long a claim that does not wait stays in the queue before it is the head.
-const TURN_MAX: Duration = Duration::from_millis(250);
+/// How long a claim that does not wait for units waits until a claim before it leaves the queue.
+const PREDECESSOR_WAIT_MAX: Duration = Duration::from_millis(250);

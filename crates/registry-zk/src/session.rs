@@ -52,8 +52,8 @@ pub(crate) struct SessionPool {
     /// The claims whose session has ended, and the time of the end. A claim is removed when the
     /// engine is notified of the end.
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
-    /// The tasks that attach sessions to new clients. A task also finishes if its session is closed
-    /// in the meantime, because only a connected client can end a session.
+    /// The tasks that attach sessions to new clients. A task continues even if its session is
+    /// closed in the meantime, because only a connected client can end a session.
     attach_tasks: Mutex<JoinSet<()>>,
 }
 
@@ -160,8 +160,8 @@ impl SessionPool {
     }
 
     /// Returns the session for a new queue entry, and the capacity that it must have for this
-    /// entry. Prefers a connected session that can watch the entry's node. Returns
-    /// any session with capacity if the backend may not open a session only to watch more nodes.
+    /// entry. Prefers a connected session that can watch the entry's node. Returns any session with
+    /// capacity if the backend may not open a session only to watch more nodes.
     fn find_session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, Capacity)> {
         let watching = self.find_with_capacity(entry, Capacity::Watched);
         if let Some(session) = watching.filter(|session| session.is_connected()) {
@@ -437,7 +437,7 @@ impl SessionEntries {
     fn remove_entry(&mut self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
-            let request_bytes = entry.request_bytes.load(Ordering::Acquire);
+            let request_bytes = entry.upgrade_request_bytes.load(Ordering::Acquire);
             self.bytes -= entry.node_bytes + request_bytes;
             self.watch_bytes -= entry.watch_bytes + request_bytes;
             self.last_removal_at = Moment::now();
@@ -446,14 +446,14 @@ impl SessionEntries {
 
     /// Adds the bytes of the request to upgrade the claim of `entry`. They count until the entry is
     /// removed. Returns false if they exceed `bytes_max` in total.
-    fn add_request(&mut self, entry: &QueueEntry, bytes: usize, bytes_max: usize) -> bool {
-        if entry.request_bytes.load(Ordering::Acquire) > 0 {
+    fn add_upgrade_request(&mut self, entry: &QueueEntry, bytes: usize, bytes_max: usize) -> bool {
+        if entry.upgrade_request_bytes.load(Ordering::Acquire) > 0 {
             return true;
         }
         if self.bytes.saturating_add(bytes) > bytes_max {
             return false;
         }
-        entry.request_bytes.store(bytes, Ordering::Release);
+        entry.upgrade_request_bytes.store(bytes, Ordering::Release);
         self.bytes += bytes;
         self.watch_bytes += bytes;
         true
@@ -821,13 +821,13 @@ impl ZkSession {
     }
 
     /// Reserves capacity for the request to upgrade the claim of `entry`.
-    pub(crate) fn reserve_request(
+    pub(crate) fn reserve_upgrade_request(
         &self,
         entry: &QueueEntry,
         bytes: usize,
     ) -> Result<(), BackendError> {
         let mut entries = lock(&self.entries);
-        if entries.add_request(entry, bytes, ZkConfig::NODE_BYTES_MAX) {
+        if entries.add_upgrade_request(entry, bytes, ZkConfig::NODE_BYTES_MAX) {
             return Ok(());
         }
         Err(SessionsExhausted {

@@ -1,5 +1,5 @@
-//! The bytes of a request with many nodes, and the limit of units of one claim in Curator's
-//! semaphore. No I/O.
+//! Computes the bytes of a request with many nodes, and the maximum number of units of one claim in
+//! Curator's semaphore. No I/O.
 
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimMode, QueuedEntry};
 use zookeeper_client::Acls;
@@ -35,13 +35,14 @@ pub(crate) fn refuse_too_many_units(
         return Ok(());
     }
     let path_bytes = |mode| node_bytes(queue, claim.id(), config.naming, QueuedEntry::Claim(mode));
-    let queued = path_bytes(ClaimMode::Exclusive);
-    let unit = path_bytes(ClaimMode::Permits { take: 1, of }) - queued;
-    let written = unit + unit_data(claim, false).len() + acl_bytes(&config.acls()) + STEP_BYTES;
-    let common = queued + unit_data(claim, true).len() + 3 * STEP_BYTES;
-    let in_session = ZkConfig::NODE_BYTES_MAX.saturating_sub(queued) / unit;
-    let in_request = REQUEST_BYTES_MAX.saturating_sub(common) / written;
-    let fitting = u32::try_from(in_session.min(in_request)).unwrap_or(UNITS_MAX);
+    let queued_bytes = path_bytes(ClaimMode::Exclusive);
+    let unit_path_bytes = path_bytes(ClaimMode::Permits { take: 1, of }) - queued_bytes;
+    let unit_step_bytes =
+        unit_path_bytes + unit_data(claim, false).len() + acl_bytes(&config.acls()) + STEP_BYTES;
+    let other_bytes = queued_bytes + unit_data(claim, true).len() + 3 * STEP_BYTES;
+    let units_in_session = ZkConfig::NODE_BYTES_MAX.saturating_sub(queued_bytes) / unit_path_bytes;
+    let units_in_request = REQUEST_BYTES_MAX.saturating_sub(other_bytes) / unit_step_bytes;
+    let fitting = u32::try_from(units_in_session.min(units_in_request)).unwrap_or(UNITS_MAX);
     let units_max = fitting.min(UNITS_MAX);
     if take <= units_max {
         return Ok(());
@@ -65,8 +66,8 @@ pub(crate) fn acl_bytes(acls: &Acls<'_>) -> usize {
     acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum()
 }
 
-/// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
-/// length fields.
+/// The maximum bytes of a step in a request, without its path, data and ACL. The rest consists of
+/// numbers and length fields.
 pub(crate) const STEP_BYTES: usize = 40;
 /// The maximum bytes of a request. Servers close the connection after a request of more than
 /// `jute.maxbuffer`, 1 MiB by default.

@@ -1,5 +1,5 @@
-//! Value blocks: a persistent node next to the node of a key. Its data is [`LockValue::encode`] of
-//! the bytes and the writer's fencing token.
+//! Reads and writes value blocks. A value block is a persistent node next to the node of a key. Its
+//! data is [`LockValue::encode`] of the bytes and the writer's fencing token.
 
 use std::time::{Duration, SystemTime};
 
