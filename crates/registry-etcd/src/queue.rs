@@ -64,8 +64,8 @@ impl EtcdBackend {
         )))
     }
 
-    /// Returns whether a claim that is not granted stays in the queue.
-    fn keeps_place(&self, claim: &Claim) -> bool {
+    /// Returns whether a claim that is not granted keeps its queue entry.
+    fn keeps_entry(&self, claim: &Claim) -> bool {
         match claim.queueing() {
             Queueing::Join => true,
             Queueing::ExclusiveIntent => {
@@ -114,7 +114,7 @@ impl EtcdBackend {
         }
         let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
         let record = record::encode(claim, &self.host);
-        let joins_queue = self.keeps_place(claim);
+        let joins_queue = self.keeps_entry(claim);
         let enqueue = if joins_queue { txn::enqueue } else { txn::enqueue_if_empty };
         let enqueue = enqueue(&queue, &entry.name, record, entry.lease.id, tombstone);
         let mut results = match self.execute(enqueue).await {

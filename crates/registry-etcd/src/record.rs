@@ -2,17 +2,17 @@
 //! value.
 //!
 //! The value of an exclusive claim is this text only. Every other value begins with one word and a
-//! space: `s` (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an upgrade) or
-//! `q` (the request to upgrade the claim). `:TOKEN` follows the word if the token of the claim is
-//! not the revision that created the key. The conditions of `txn` depend on the order of these
-//! letters.
+//! space. The word is `s` (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an
+//! upgrade) or `q` (the request to upgrade the claim). `:TOKEN` follows the word if the token of
+//! the claim is not the revision that created the key. The conditions of `txn` depend on the order
+//! of these letters.
 //!
 //! The word of a claim that was enqueued behind an upgradable claim is `z`, followed by `s`, `u`,
 //! `pTAKE/OF` or `x`. The claim has this word until its grant. The upgradable claim may be upgraded
 //! meanwhile, and the token of the upgrade is then larger than the revision that created this key.
 //! The token of the waiting claim is therefore taken at its grant. If a claim is downgraded and
-//! upgraded again, the second upgrade changes the words of claims that were enqueued before the
-//! downgrade in the same way.
+//! upgraded again, the second upgrade changes the words of some waiting claims in the same way.
+//! These claims were enqueued before the downgrade.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

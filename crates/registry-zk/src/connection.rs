@@ -80,9 +80,9 @@ impl StoppableClient {
         let id = session.id();
         let client = Self::open(config, session_timeout, Some(session)).await?;
         let sent_at = Moment::now();
-        // The new client does not send the id of the last transaction that the old client has seen,
-        // so a lagging server may accept the new client. A server that answers a write has applied
-        // all earlier transactions.
+        // The new client does not send the id of the last transaction that the old client has seen.
+        // A lagging server may therefore accept the new client. A server that answers a write has
+        // applied all earlier transactions.
         let path = config.chroot.as_deref().unwrap_or("/");
         let written = timeout(config.request_timeout, client.exists_by_write(path)).await;
         let outcome = match written {

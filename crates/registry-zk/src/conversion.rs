@@ -160,8 +160,8 @@ async fn upgrade(
         state.is_conversion_unresolved = true;
         return Ok(Upgrade::Retry);
     };
-    // The claim holds the lock, so each claim before it is shared now, and an exclusive or
-    // upgradable claim behind it has never held the lock. The names suffice.
+    // The claim holds the lock, so each claim before it is shared now. An exclusive or upgradable
+    // claim behind it has never held the lock. The names of the nodes therefore suffice.
     let entries = names.iter().enumerate().map(|(index, name)| match index {
         _ if index < own => QueuedEntry::Claim(ClaimMode::Shared),
         _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),

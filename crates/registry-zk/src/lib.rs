@@ -5,7 +5,7 @@
 //! child with the lowest number holds the lock. Each other contender watches the child before its
 //! own child. Processes therefore acquire the lock in the order of the children, with one child at
 //! a time per process. A release wakes exactly one waiter. Shared claims, upgradable claims and
-//! permits have children in the same queue: a claim is granted if its mode is compatible with those
+//! permits have children in the same queue. A claim is granted if its mode is compatible with those
 //! of all children before its own. The engine in `registry-core` implements waiting, the schedule
 //! of renewals, and loss detection. It calls this backend through `LockBackend`.
 //!

@@ -6,9 +6,9 @@
 //! Only the transactions that created the nodes then determine the order. The tests of
 //! `registry-testkit` check this behaviour of the servers.
 //!
-//! The name of a claim that is not exclusive contains its mode before `lock`: `-s` (shared), `-u`
-//! (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the claim. Other
-//! programs treat each of these nodes as an exclusive contender.
+//! The name of a claim that is not exclusive contains its mode before `lock`. The mode is `-s`
+//! (shared), `-u` (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the
+//! claim. Other programs treat each of these nodes as an exclusive contender.
 
 use registry_core::{ClaimId, ClaimMode, QueuedEntry};
 

@@ -78,8 +78,8 @@ pub(crate) fn remove_entry(
     session.remove_entry(claim, entry);
 }
 
-/// Returns whether a claim that is not granted stays in the queue.
-fn keeps_place(session: &ZkSession, claim: &Claim) -> bool {
+/// Returns whether a claim that is not granted keeps its queue entry.
+fn keeps_entry(session: &ZkSession, claim: &Claim) -> bool {
     match claim.queueing() {
         Queueing::Join => true,
         Queueing::ExclusiveIntent => {
@@ -97,7 +97,7 @@ async fn run_attempt(
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
     let mut is_queue_changing = false;
-    let keeps_place = keeps_place(session, claim);
+    let keeps_entry = keeps_entry(session, claim);
     for _ in 0..ATTEMPTS_MAX {
         if state.is_creation_unresolved {
             resolve_creation(session, entry, state, claim.id()).await?;
@@ -140,11 +140,11 @@ async fn run_attempt(
         let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
         let watched = state.blockers.as_ref();
         let blockers =
-            match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_place)
+            match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_entry)
                 .await?
             {
                 Blockers::None if is_semaphore => {
-                    match semaphore::try_acquire(session, entry, state, claim, keeps_place).await? {
+                    match semaphore::try_acquire(session, entry, state, claim, keeps_entry).await? {
                         SemaphoreAttempt::Granted => return grant(session, state, claim),
                         SemaphoreAttempt::Busy(busy) => return Ok(Attempt::Busy(busy)),
                         SemaphoreAttempt::Retry => is_queue_changing = true,
@@ -174,7 +174,7 @@ async fn run_attempt(
             (state.blockers, is_queue_changing) = (None, true);
             continue;
         }
-        if !keeps_place {
+        if !keeps_entry {
             if is_semaphore
                 && semaphore::wait_for_predecessor(session, entry, claim, before, blockers).await?
             {
@@ -263,7 +263,7 @@ async fn create_node(
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
 /// A majority first confirms the session, because a former leader could return an old list. A node
-/// that is missing in the list then cannot appear later: the servers execute the requests of a
+/// that is missing in the list then cannot appear later. The servers execute the requests of a
 /// session in order, and the leader rejects requests from the session's earlier connections.
 async fn resolve_creation(
     session: &Arc<ZkSession>,

@@ -85,9 +85,9 @@ pub(crate) async fn try_acquire(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-    keeps_place: bool,
+    keeps_entry: bool,
 ) -> Result<SemaphoreAttempt, BackendError> {
-    let attempt = try_grant_head(session, entry, state, claim, keeps_place).await;
+    let attempt = try_grant_head(session, entry, state, claim, keeps_entry).await;
     attempt.map_err(BackendError::as_unknown)
 }
 
@@ -96,10 +96,10 @@ async fn try_grant_head(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-    keeps_place: bool,
+    keeps_entry: bool,
 ) -> Result<SemaphoreAttempt, BackendError> {
     let leases = leases_of(&entry.dir);
-    let (taken, watch) = read_leases(session, &leases, keeps_place).await?;
+    let (taken, watch) = read_leases(session, &leases, keeps_entry).await?;
     if is_free(claim, taken) {
         return match claim.mode() {
             ClaimMode::Permits { take, .. } => {
@@ -108,7 +108,7 @@ async fn try_grant_head(
             _ => mark_exclusive(session, state, claim).await,
         };
     }
-    if !keeps_place {
+    if !keeps_entry {
         delete_nodes(session, state).await?;
         return Ok(SemaphoreAttempt::Busy(Busy::new()));
     }

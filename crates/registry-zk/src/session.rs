@@ -397,8 +397,8 @@ struct SessionEntries {
     /// The bytes of all entries. An entry counts before its node is requested, and until its node
     /// is certainly deleted.
     bytes: usize,
-    /// The same, but a claim on several permits of a semaphore counts with only one of its nodes,
-    /// because the client watches no other node of the claim.
+    /// The same, but a claim on several permits of Curator's semaphore counts with only its queue
+    /// node and one unit. The client watches no other unit of the claim.
     watch_bytes: usize,
     /// The time at which an entry was last removed.
     last_removal_at: Moment,
