@@ -159,8 +159,8 @@ pub(crate) async fn acquire(
     Ok(AcquireOutcome::Busy)
 }
 
-/// Returns the key that is held. With `--also`, it may be another one than `key`, the first key of
-/// the command line.
+/// Returns the key that another client holds. With `--also`, this may be a key other than `key`,
+/// which is the first key on the command line.
 fn busy_key(key: &str, holder: Option<&Holder>) -> String {
     printable(holder.map_or(key, |holder| holder.key.as_str()))
 }
@@ -182,10 +182,10 @@ pub(crate) async fn close(registry: &Registry) {
     _ = registry.close(CLOSE_LIMIT).await;
 }
 
-/// Closes `registry` of a command that held no lock, so a store that does not answer must not delay
-/// its end.
+/// Closes the `registry` of a command that held no lock. A store that does not respond delays the
+/// end of the command by at most [`SHORT_CLOSE_LIMIT`].
 pub(crate) async fn close_reader(registry: &Registry) {
-    let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
+    let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
 }
 
 /// Closes `registry` after `run` or `hold` has ended with `status`. Waits until `min_hold` is over.
@@ -200,7 +200,7 @@ pub(crate) async fn close_after(
     if status == LOST {
         // The lock is already lost, and the caller should receive the exit status soon. The store
         // has one second to respond.
-        let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
+        let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
         return;
     }
     tokio::select! {
@@ -218,7 +218,8 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(60);
 /// The time limit for clearing the progress line when it is dropped.
 const CLEAR_LIMIT: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
-const CLOSE_LIMIT_AFTER_LOSS: Duration = Duration::from_secs(1);
+/// The time limit for closing a registry that holds no lock.
+const SHORT_CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Reports the holder during the wait, as one progress line on a terminal and otherwise as separate
 /// lines.

@@ -156,8 +156,8 @@ impl RunArgs {
     /// Returns the key, and the command with its arguments.
     ///
     /// The key usually precedes the first `--`. It may also follow the first `--`, if a second `--`
-    /// follows the key, or if the key begins with `-`. Any other word after the first `--` is a
-    /// command, and its key is missing. Such a command must not be taken as the key.
+    /// follows the key, or if the key begins with `-`. Otherwise, the words after the first `--`
+    /// are a command whose key is missing. Such a command must not be taken as the key.
     pub(crate) fn key_and_command(&self) -> Result<(&OsString, &[OsString]), CliError> {
         let found = match (&self.key, &*self.command) {
             (Some(key), command) => Some((key, command)),
@@ -467,7 +467,7 @@ fn parse_time(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| error.to_string())
 }
 
-/// The longest wait that has a limit.
+/// The maximum of `--wait`.
 const WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
 fn parse_wait(text: &str) -> Result<Duration, String> {
@@ -539,7 +539,7 @@ mod tests {
     /// Returns the key and the command in `words` after `lockreg run`, if the words are valid.
     fn parsed(words: &[&str]) -> Option<(String, String)> {
         let cli = Cli::try_parse_from(["lockreg", "run"].iter().chain(words)).ok()?;
-        let CliCommand::Run(run) = cli.command else { panic!("{words:?} is no run") };
+        let CliCommand::Run(run) = cli.command else { panic!("{words:?} is not `run`") };
         let (key, command) = run.key_and_command().ok()?;
         let text = |word: &OsString| word.to_str().expect("it was UTF-8").to_owned();
         Some((text(key), command.iter().map(text).collect::<Vec<_>>().join(" ")))

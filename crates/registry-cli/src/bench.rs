@@ -91,11 +91,11 @@ async fn measure_round_trips(
     Ok(durations)
 }
 
-/// Measures lock and unlock pairs until `until`.
+/// Measures lock and unlock pairs until `deadline`.
 async fn measure_pairs(
     registry: Registry,
     key: String,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(&key);
     let mut durations = Vec::new();
@@ -104,7 +104,7 @@ async fn measure_pairs(
         let started = Instant::now();
         lock.lock().await?.unlock().await?;
         durations.push(started.elapsed());
-        if Instant::now() >= until || durations.len() >= PAIRS_MAX {
+        if Instant::now() >= deadline || durations.len() >= PAIRS_MAX {
             return Ok(durations);
         }
     }
@@ -122,10 +122,15 @@ struct LatencyStats {
 impl LatencyStats {
     fn of(mut durations: Vec<Duration>) -> Option<Self> {
         durations.sort_unstable();
-        let at = |percent: usize| {
+        let percentile = |percent: usize| {
             durations.get((durations.len().saturating_sub(1)) * percent / 100).copied()
         };
-        Some(Self { count: durations.len(), median: at(50)?, p99: at(99)?, max: at(100)? })
+        Some(Self {
+            count: durations.len(),
+            median: percentile(50)?,
+            p99: percentile(99)?,
+            max: percentile(100)?,
+        })
     }
 
     fn view(&self) -> Value {

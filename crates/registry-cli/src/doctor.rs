@@ -132,7 +132,8 @@ fn describe_class(class: GuaranteeClass) -> &'static str {
     }
 }
 
-/// Returns the origin of a setting as text. In this program, code sets only defaults.
+/// Returns the origin of a setting as text. `Origin::Code` means a default, because `lockreg` sets
+/// only defaults in code.
 fn text_origin(origin: Origin) -> String {
     match origin {
         Origin::Code => "the default of lockreg".to_owned(),

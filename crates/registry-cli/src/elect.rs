@@ -37,7 +37,8 @@ impl ElectCommand {
     ) -> Result<Self, CliError> {
         let role = args::parse_key(&elect.role)?;
         let store = StoreConfig::choose(global)?;
-        let store = store.with_holder(elect.lease.as_deref(), elect.label.as_deref(), None)?;
+        let store =
+            store.with_lease_and_label(elect.lease.as_deref(), elect.label.as_deref(), None)?;
         if elect.data.len() > Election::DATA_BYTES_MAX {
             return Err(CliError::usage(format!(
                 "--data has {} bytes, which is more than the maximum {}; shorten it",
@@ -150,6 +151,6 @@ impl Candidate<'_> {
 
 /// The pause after a failed campaign.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// The part of the lease in which the command must have ended. Renewals begin after a third of the
-/// lease, so a command is ended only after several failed ones.
+/// The termination of the command begins when this fraction of the lease is left. Renewals begin
+/// after a third of the lease, so several renewals must fail first.
 const MARGIN_DIVISOR: u32 = 3;

@@ -16,7 +16,7 @@ pub(crate) const NOT_OBTAINED: u8 = 75;
 /// The lock was lost while it was needed.
 pub(crate) const LOST: u8 = 76;
 
-/// Wrong command line or variable: `EX_USAGE`.
+/// An invalid command line or environment variable: `EX_USAGE`.
 pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
 /// A bug in `lockreg`: `EX_SOFTWARE`.
@@ -27,7 +27,7 @@ const OUTPUT: u8 = 74;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// Returns the status that a shell reports for a process that signal `number` ended.
+/// Returns the status that a shell reports for a process that was ended by signal `number`.
 pub(crate) fn status_of_signal(number: i32) -> u8 {
     u8::try_from(128 + number).unwrap_or(u8::MAX)
 }
@@ -130,8 +130,7 @@ impl fmt::Display for CliError {
                 let InvalidOption { option, given, problem, .. } = invalid;
                 write!(f, "--{} is {given}, which {problem}", option.replace('_', "-"))
             }
-            // The engine has one store name for all modes. The hint must therefore name the mode
-            // here.
+            // The store name in the error is the same for all modes, so this text names the mode.
             Self::Lock(LockError::Unsupported {
                 capability: "inspect",
                 store: store @ ("postgres" | "mysql"),

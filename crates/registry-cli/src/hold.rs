@@ -158,7 +158,7 @@ async fn report_loss(output: Output, key: String, reason: LostReason) {
 /// signals and a loss even if no process reads stdout.
 async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliError> {
     let (sender, written) = oneshot::channel();
-    // A separate thread ends with the process. The runtime would wait for one of its own threads.
+    // The write may block forever, so it has a thread of its own, which ends with the process.
     std::thread::Builder::new()
         .name("stdout".to_owned())
         .spawn(move || {
@@ -178,7 +178,7 @@ async fn termination_signal(signals: &mut Signals) {
 /// Waits until the other end of stdin is closed, and ignores the input.
 async fn stdin_closed() {
     let (sender, ended) = oneshot::channel();
-    // A separate thread ends with the process. The runtime would wait for one of its own threads.
+    // A read may block forever, so it has a thread of its own, which ends with the process.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {
         let mut buffer = [0; 4_096];
         let mut stdin = io::stdin().lock();

@@ -21,7 +21,7 @@ pub(crate) struct LockRequest {
     mode: ClaimMode,
 }
 
-/// A lock of the registry.
+/// The lock of a [`LockRequest`] in an open registry. It is not acquired yet.
 #[derive(Debug)]
 pub(crate) enum RequestedLock {
     Single(DistributedLock, ClaimMode),
@@ -75,7 +75,7 @@ pub(crate) struct HeldLock {
 }
 
 impl HeldLock {
-    /// Returns the lock of one key.
+    /// Creates a held lock from the guard of one key.
     pub(crate) fn single(guard: LockGuard) -> Self {
         Self { key: guard.key().to_owned(), guards: guard.into() }
     }
@@ -122,7 +122,7 @@ impl HeldLock {
         self.guards.lost()
     }
 
-    /// Fails if a key is lost.
+    /// Returns [`LockError::Lost`] if a key is lost.
     pub(crate) async fn check(&self) -> Result<(), LockError> {
         self.guards.protect(std::future::ready(())).await
     }

@@ -108,15 +108,15 @@ pub(crate) fn line_to_stderr_at_once(line: &str) {
 /// Waits until the queued lines are written, but at most for [`FLUSH_LIMIT`]. The reader of stderr
 /// may be stopped.
 pub(crate) fn flush_stderr() {
-    let writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner).take();
-    if let Some(LogWriter { lines, ended }) = writer {
+    let writer = STDERR_WRITER.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(StderrWriter { lines, ended }) = writer {
         // The thread ends after the last line.
         drop(lines);
         let _ = ended.recv_timeout(FLUSH_LIMIT);
     }
 }
 
-/// The writer of the log, which writes to stderr. Each write contains one or more whole lines.
+/// Passes the log to the stderr thread. Each write contains one or more whole lines.
 #[derive(Debug)]
 pub(crate) struct LogToStderr;
 
@@ -136,9 +136,9 @@ impl io::Write for LogToStderr {
 /// This function never blocks. stderr may be a full pipe or a stopped terminal, and `lockreg` must
 /// still handle the loss of a lock.
 fn to_stderr(bytes: Vec<u8>) {
-    let mut writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut writer = STDERR_WRITER.lock().unwrap_or_else(PoisonError::into_inner);
     if writer.is_none() {
-        *writer = LogWriter::start().ok();
+        *writer = StderrWriter::start().ok();
     }
     match &*writer {
         Some(writer) => {
@@ -150,14 +150,15 @@ fn to_stderr(bytes: Vec<u8>) {
     }
 }
 
-/// The thread that writes to stderr. The end of the process does not wait for a blocked write.
+/// The thread that writes all lines to stderr. The end of the process does not wait for a blocked
+/// write.
 #[derive(Debug)]
-struct LogWriter {
+struct StderrWriter {
     lines: SyncSender<Vec<u8>>,
     ended: Receiver<()>,
 }
 
-impl LogWriter {
+impl StderrWriter {
     fn start() -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
         let (ended_sender, ended) = channel();
@@ -176,7 +177,7 @@ impl LogWriter {
     }
 }
 
-static LOG_WRITER: Mutex<Option<LogWriter>> = Mutex::new(None);
+static STDERR_WRITER: Mutex<Option<StderrWriter>> = Mutex::new(None);
 /// The maximum number of queued lines.
 const BACKLOG_MAX: usize = 1_024;
 /// How long the end of this process waits for the reader of stderr.
@@ -209,8 +210,9 @@ pub(crate) struct HolderView<'a> {
     pub(crate) held: bool,
     /// `exclusive`, `shared`, `upgradable` or `permits`.
     pub(crate) mode: Option<&'static str>,
-    /// The units that the holder has taken, and all units of the semaphore.
+    /// The units that the holder has taken.
     pub(crate) units: Option<u32>,
+    /// All units of the semaphore.
     pub(crate) units_of: Option<u32>,
     pub(crate) label: Option<&'a str>,
     pub(crate) token: Option<u64>,
@@ -251,7 +253,7 @@ impl<'a> HolderView<'a> {
     }
 }
 
-/// Returns the units that a permit takes, and all units.
+/// Returns the units that a claim takes, and all units of the semaphore.
 fn permits(mode: ClaimMode) -> Option<(u32, u32)> {
     match mode {
         ClaimMode::Permits { take, of } => Some((take, of)),

@@ -121,8 +121,8 @@ pub(crate) struct LockedRun<'a> {
     has_fencing: bool,
     program: &'a Program,
     grace: Duration,
-    /// How long before the end of the lease the command must have ended. Zero if it may run until
-    /// the loss is known.
+    /// How long before the end of the lease the termination of the command begins. Zero if the
+    /// command may run until the loss is detected.
     margin: Duration,
     /// What to record when the command has ended.
     recording: Option<Recording>,
@@ -132,7 +132,7 @@ pub(crate) struct LockedRun<'a> {
 /// How a command under a lock has ended.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RunEnd {
-    /// With this status.
+    /// The command exited, or a signal ended it. `lockreg` exits with this status.
     Exited(u8),
     /// The lock was lost, or its lease could have ended.
     Lost {
@@ -163,7 +163,7 @@ impl<'a> LockedRun<'a> {
         Self { guard, has_fencing, program, grace, margin, recording: None, output }
     }
 
-    /// Makes the command end this long before the end of the lease.
+    /// Begins the termination of the command this long before the end of the lease.
     pub(crate) fn with_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
     }
@@ -323,8 +323,8 @@ impl Supervisor<'_> {
             let termination = self.termination;
             tokio::select! {
                 biased;
-                // The loss has priority. If the lease ended while a signal had stopped this
-                // process, it must end the command before it continues the command.
+                // The loss has priority. If the lease ended while this process was stopped, this
+                // process must terminate the command before it resumes the command.
                 (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.next_change() => match change {
@@ -454,13 +454,13 @@ fn report_loss(output: Output, key: &str, reason: LostReason) {
     );
 }
 
-/// Returns the time until the kill of a command that must have ended within `left`.
+/// Returns the time after which to kill a command that must end within `left`.
 fn kill_after(left: Duration) -> Duration {
     left.saturating_sub(KILL_MARGIN)
 }
 
-/// Waits until the lease ends within `margin`, unless it is renewed. Never returns for a margin of
-/// zero.
+/// Waits until at most `margin` of the lease is left. A renewal extends the wait. Never returns for
+/// a margin of zero.
 async fn lease_ends_within(guard: &HeldLock, margin: Duration) {
     if margin.is_zero() {
         return std::future::pending().await;

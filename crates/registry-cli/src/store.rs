@@ -58,11 +58,11 @@ impl StoreConfig {
 
     /// Adds the options of a command that acquires a lock.
     pub(crate) fn with_acquire_args(self, args: &AcquireArgs) -> Result<Self, CliError> {
-        self.with_holder(args.lease.as_deref(), args.label.as_deref(), args.wait)
+        self.with_lease_and_label(args.lease.as_deref(), args.label.as_deref(), args.wait)
     }
 
-    /// Applies lease and label, and the time limit of the connection.
-    pub(crate) fn with_holder(
+    /// Sets the lease, the label and the time limit of the connection.
+    pub(crate) fn with_lease_and_label(
         mut self,
         lease: Option<&str>,
         label: Option<&str>,

@@ -61,15 +61,15 @@ impl std::fmt::Display for CommandExit {
 
 impl CommandProcess {
     /// Starts the process of `program` with these changes to its environment. With `foreground`,
-    /// the process gets the terminal. The program itself does not run before
-    /// [`CommandProcess::open_gate`].
+    /// its group becomes the foreground group of the terminal. The program itself does not run
+    /// before [`CommandProcess::open_gate`].
     pub(crate) async fn start(
         program: &Program,
         environment: Vec<(&'static str, Option<String>)>,
         foreground: bool,
     ) -> io::Result<Self> {
         let (gate_reader, gate) = io::pipe()?;
-        // The child inherits the read end, and closes it.
+        // Without `FD_CLOEXEC`, the child inherits the read end. The child then closes it.
         fcntl(&gate_reader, FcntlArg::F_SETFD(FdFlag::empty()))?;
         let mut command = exec::exec_command(program, foreground, &gate_reader);
         for (name, value) in environment {
@@ -170,7 +170,7 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
 }
 
 /// Returns a command that starts this program in another role. On Linux, the command uses
-/// `/proc/self/exe`, because the path may now refer to another program.
+/// `/proc/self/exe`, because an upgrade may have replaced the file at the program's path.
 pub(super) fn self_command(role: &str) -> Command {
     let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
     let path = path

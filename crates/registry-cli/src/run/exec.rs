@@ -1,5 +1,6 @@
 //! The hidden role `__exec`: executes the command of `run` in its own process. Before the exec,
-//! this role requests a signal for the death of `lockreg`, and waits until the command may start.
+//! this role waits until the command may start. On Linux, it also sets a death signal: the kernel
+//! sends SIGTERM to the command when `lockreg` dies.
 //!
 //! `lockreg` itself would need `unsafe` code between fork and exec. A separate program needs none.
 
@@ -21,8 +22,8 @@ use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
 
-/// The message through the gate that lets the command start. If the stream ends without this
-/// message, the command does not start.
+/// The message on the gate pipe that starts the command. If the stream ends without this message,
+/// the command does not start.
 pub(super) const START: &[u8] = b"!";
 
 const FOREGROUND: &str = "foreground";
@@ -64,7 +65,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
         Ok(true) => {}
         // `lockreg` has ended, or the lock was lost.
         Ok(false) => return status_of_signal(Signal::SIGTERM as i32),
-        // Without the message, the lock may not be held.
+        // Without the message, it is unknown whether the lock is held.
         Err(error) => {
             print_error(&format!("cannot wait for lockreg: {error}"));
             return OS;

@@ -32,7 +32,7 @@ enum Schedule {
 #[derive(Debug)]
 pub(crate) enum OnceOutcome {
     Due(HeldLock, Recording),
-    /// It ran, or another process runs it. This is reported already.
+    /// The command already ran, or another process runs it. `begin` has reported this.
     NotDue,
     /// A signal requested the end of this process.
     Signal(Signal),
@@ -79,7 +79,8 @@ impl OnceCommand {
         output: Output,
     ) -> Result<OnceOutcome, CliError> {
         let key = request.key();
-        // Another process that runs the command makes it not due, so the default is not to wait.
+        // If another process runs the command, it is not due here. The default is therefore not to
+        // wait.
         let wait = options.wait_limit.unwrap_or(Duration::ZERO);
         let job = self.schedule(registry.once(key)).options(options.options.clone().wait(wait));
         let begun = tokio::select! {
@@ -120,9 +121,9 @@ impl Recording {
     pub(crate) async fn complete(&self, guard: &HeldLock, status: u8) -> Result<(), LockError> {
         match self {
             Self::Tick { counts_failures: false, .. } if status != 0 => Ok(()),
-            // Only this tick is run, so the others are not needed.
+            // `lockreg` runs only this tick, so it does not need the other ticks of the clone.
             Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
-            // Observers also detect the vacancy by the missing holder.
+            // An error is ignored: observers also detect the vacancy by the missing holder.
             Self::Vacancy(vacancy) => {
                 _ = guard.set_value(vacancy.record()).await;
                 Ok(())
@@ -138,7 +139,7 @@ fn parse_tick(text: &str) -> Result<Tick, CliError> {
     if text.is_empty() {
         return Err(CliError::usage("--tick is empty; state a number or a name"));
     }
-    // As a name, it would have no order.
+    // A larger number would be parsed as a name, and names have no order.
     if tick.number().is_none() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(CliError::usage(format!(
             "--tick is {text}, which is larger than the maximum {}; use a smaller number, or a name",

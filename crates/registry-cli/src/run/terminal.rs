@@ -107,7 +107,7 @@ pub(crate) fn stop_self() {
 }
 
 /// Returns whether the parent process is in the same session, as a shell is, and can thus continue
-/// this process. The kernel applies the same rule before it stops a process.
+/// this process. The kernel has a similar rule: SIGTSTP does not stop an orphaned process group.
 fn can_be_continued() -> bool {
     let session = getsid(None);
     getppid() != Pid::from_raw(1) && session != Ok(getpid()) && getsid(Some(getppid())) == session

@@ -146,7 +146,7 @@ pub(crate) fn main() -> u8 {
 struct MessageReader<F> {
     pipe: F,
     /// Bytes that were read but not parsed yet.
-    read: Vec<u8>,
+    unparsed: Vec<u8>,
 }
 
 /// The result of waiting for a message.
@@ -160,15 +160,15 @@ enum Received {
 
 impl<F: AsFd> MessageReader<F> {
     fn new(pipe: F) -> Self {
-        Self { pipe, read: Vec::new() }
+        Self { pipe, unparsed: Vec::new() }
     }
 
     /// Waits for the next message until this time. Always returns a message that was written before
     /// this time, even if this process runs late.
     fn next(&mut self, until: Option<Duration>) -> Received {
         loop {
-            if let Some(end) = self.read.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.read.drain(..=end).collect();
+            if let Some(end) = self.unparsed.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unparsed.drain(..=end).collect();
                 return Received::Message(String::from_utf8_lossy(&line).trim_end().to_owned());
             }
             let left = until.map(|until| until.saturating_sub(now()));
@@ -187,7 +187,7 @@ impl<F: AsFd> MessageReader<F> {
             }
             let mut bytes = [0; 4_096];
             match read(&self.pipe, &mut bytes) {
-                Ok(count @ 1..) => self.read.extend_from_slice(&bytes[..count]),
+                Ok(count @ 1..) => self.unparsed.extend_from_slice(&bytes[..count]),
                 Err(Errno::EINTR | Errno::EAGAIN) => {}
                 Ok(0) | Err(_) => return Received::Closed,
             }
@@ -262,8 +262,8 @@ fn report(message: &str) {
     crate::output::line_to_stderr(&format!("lockreg: {message}"));
 }
 
-/// Returns the time of a clock that all processes of this host share. It includes suspended time
-/// where such a clock exists.
+/// Returns the time of a clock that all processes of this host share. On Linux and Android, it
+/// includes the time for which the host was suspended.
 fn now() -> Duration {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     const CLOCK: ClockId = ClockId::CLOCK_BOOTTIME;
@@ -412,7 +412,7 @@ mod tests {
                     let mut bytes = vec![0; had_read];
                     let count = read(&reader.pipe, &mut bytes).unwrap();
                     assert_eq!(count, had_read);
-                    reader.read.extend(bytes);
+                    reader.unparsed.extend(bytes);
                 }
             }
             let mut state = WatchdogState::default();
