@@ -63,8 +63,8 @@ impl Signals {
         }
     }
 
-    /// Waits for a signal other than SIGTSTP and SIGWINCH, which requests the end of this process.
-    /// SIGTSTP stops this process, and SIGWINCH is ignored.
+    /// Waits for a signal that requests the end of this process: any signal except SIGTSTP and
+    /// SIGWINCH. SIGTSTP stops this process, and SIGWINCH is ignored.
     pub(crate) async fn next_termination(&mut self) -> Signal {
         loop {
             match self.next().await {

@@ -72,7 +72,6 @@ impl GrantCounter {
         };
         let span = last.saturating_duration_since(*first).as_secs_f64();
         let grants: usize = self.recent.iter().skip(1).map(|(_, grants)| grants).sum();
-        // At most some thousand per snapshot, which a float represents exactly.
         #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52")]
         let grants = grants as f64;
         if span > 0.0 { grants / span } else { 0.0 }

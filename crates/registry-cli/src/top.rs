@@ -48,7 +48,8 @@ pub(crate) async fn top(
     let mut view = View::new(registry.capabilities().store, registry.capabilities().waiters);
     view.record(Ok(first));
     let signal = terminated();
-    // A terminal that is not read blocks this thread while it draws.
+    // A stopped terminal (Ctrl-S) blocks this thread while it draws. The task ends the process even
+    // then.
     tokio::spawn(async {
         signal.await;
         sleep(EXIT_LIMIT).await;
@@ -70,7 +71,7 @@ async fn show(
     pause: Duration,
     terminated: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    // A terminal that is not read blocks the drawing, and the senders then wait.
+    // A stopped terminal blocks the drawing. The channel is then full, and the senders wait.
     let (updates, mut received) = mpsc::channel(UPDATES_MAX);
     // Ends with the process: a thread that reads the terminal cannot be cancelled.
     std::thread::spawn({
@@ -86,7 +87,7 @@ async fn show(
     let sampler = tokio::spawn(take_snapshots(Arc::clone(registry), pause, updates.clone()));
     let mut redraw = interval(REDRAW_INTERVAL);
     redraw.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    let end = async {
+    let event_loop = async {
         loop {
             terminal.draw(|frame| draw::draw(frame, view))?;
             let update = tokio::select! {
@@ -113,7 +114,7 @@ async fn show(
         }
     };
     let ended = tokio::select! {
-        ended = end => ended,
+        ended = event_loop => ended,
         () = terminated => Ok(()),
     };
     sampler.abort();

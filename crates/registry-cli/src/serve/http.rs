@@ -69,7 +69,7 @@ impl BreakToken {
     }
 }
 
-const PAGE_START: &str = include_str!("page.html");
+const PAGE_TEMPLATE: &str = include_str!("page.html");
 const PAGE_STYLE: &str = include_str!("page.css");
 const PAGE_SCRIPT: &str = include_str!("page.js");
 
@@ -111,7 +111,7 @@ struct Page {
 /// no other script, whatever text the page shows.
 fn page(store: &str, may_break: bool) -> Page {
     let hash = |text: &str| BASE64.encode(Sha256::digest(text));
-    let html = PAGE_START
+    let html = PAGE_TEMPLATE
         .replace("{{style}}", PAGE_STYLE)
         .replace("{{script}}", PAGE_SCRIPT)
         .replace("{{store}}", store)
@@ -128,8 +128,8 @@ fn page(store: &str, may_break: bool) -> Page {
 /// Refuses requests whose header `Host` is not a name of this server, and adds the headers that
 /// restrict browsers.
 ///
-/// Without the refusal, a page of an attacker's site could read all locks if the name of this site
-/// resolves to a loopback address (DNS rebinding).
+/// Without the refusal, a page of an attacker's site could read all locks if the name of the
+/// attacker's site resolves to a loopback address (DNS rebinding).
 async fn protect(
     State((server, policy)): State<(Arc<Server>, HeaderValue)>,
     request: Request,
@@ -169,8 +169,8 @@ fn host_of(request: &Request) -> Option<String> {
 impl Server {
     fn accepts_host(&self, host: Option<&str>) -> bool {
         let Some(allowed) = &self.hosts else { return true };
-        // DNS rebinding needs a name. For an address in the header, the browser keeps the pages of
-        // other sites from reading the answer.
+        // DNS rebinding needs a name. If the header contains an IP address, the same-origin policy
+        // of the browser keeps pages of other sites from reading the answer.
         host.is_some_and(|host| {
             host.parse::<IpAddr>().is_ok()
                 || host == "localhost"
@@ -228,16 +228,16 @@ async fn locks(
     if let Some(key) = key_in(query.as_deref())? {
         return Ok(lock(&server, &key));
     }
-    let frame = server.monitor.frame();
+    let published = server.monitor.published();
     let capabilities = server.monitor.registry().capabilities();
-    let listing = frame.listing.get_or_init(|| {
+    let listing = published.listing.get_or_init(|| {
         let listing = Listing {
             store: capabilities.store,
-            taken_at_ms: frame.taken_at_ms,
-            error: frame.error.as_deref(),
+            taken_at_ms: published.taken_at_ms,
+            error: published.error.as_deref(),
             lists_waiters: capabilities.waiters,
-            holders: frame.snapshot.holders.iter().map(HolderView::from).collect(),
-            waiters: frame.snapshot.waiters.iter().map(WaiterView::from).collect(),
+            holders: published.snapshot.holders.iter().map(HolderView::from).collect(),
+            waiters: published.snapshot.waiters.iter().map(WaiterView::from).collect(),
         };
         serde_json::to_vec(&listing).unwrap_or_default().into()
     });
@@ -262,12 +262,12 @@ async fn lock_in_path(
 }
 
 fn lock(server: &Server, key: &Key) -> Response {
-    let frame = server.monitor.frame();
-    let holders: Vec<_> = frame.snapshot.holders.iter().filter(|it| it.key == *key).collect();
-    let waiters: Vec<_> = frame.snapshot.waiters.iter().filter(|it| it.key == *key).collect();
+    let published = server.monitor.published();
+    let holders: Vec<_> = published.snapshot.holders.iter().filter(|it| it.key == *key).collect();
+    let waiters: Vec<_> = published.snapshot.waiters.iter().filter(|it| it.key == *key).collect();
     json_of(&LockDetails {
-        taken_at_ms: frame.taken_at_ms,
-        error: frame.error.as_deref(),
+        taken_at_ms: published.taken_at_ms,
+        error: published.error.as_deref(),
         lock: ShowView::new(key, holders, waiters),
         history: server.monitor.history(key),
     })
@@ -352,23 +352,23 @@ async fn break_lock(
 }
 
 async fn waits(State(server): State<Arc<Server>>) -> Response {
-    json_of(&*server.monitor.frame().graph)
+    json_of(&*server.monitor.published().graph)
 }
 
 async fn metrics_text(State(server): State<Arc<Server>>) -> Response {
-    let frame = server.monitor.frame();
-    let text = frame.metrics.get_or_init(|| metrics::format(&frame, &server.names)).clone();
+    let published = server.monitor.published();
+    let text = published.metrics.get_or_init(|| metrics::format(&published, &server.names)).clone();
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
 async fn health(State(server): State<Arc<Server>>) -> Response {
-    let frame = server.monitor.frame();
+    let published = server.monitor.published();
     let text = [(header::CONTENT_TYPE, "text/plain; charset=utf-8")];
-    match &frame.error {
+    match &published.error {
         Some(error) => {
             (StatusCode::SERVICE_UNAVAILABLE, text, format!("{error}\n")).into_response()
         }
-        None if frame.snapshot.age() > server.age_limit => (
+        None if published.snapshot.age() > server.age_limit => (
             StatusCode::SERVICE_UNAVAILABLE,
             text,
             "the last snapshot is too old, because the store does not answer\n",

@@ -11,7 +11,7 @@ use lock_registry::observe::MetricsObserver;
 use metrics::{counter, describe_counter, describe_gauge, gauge, with_local_recorder};
 use metrics_exporter_prometheus::PrometheusBuilder;
 
-use super::monitor::Frame;
+use super::monitor::Published;
 
 /// The values of one name and mode.
 #[derive(Debug, Default)]
@@ -21,9 +21,9 @@ struct Counts {
     longest: Duration,
 }
 
-/// Returns the metrics of `frame`. Uses a new recorder for each frame, because a recorder would
+/// Returns the metrics of `published`. Uses a new recorder for each call, because a recorder would
 /// keep the series of names that are no longer locked.
-pub(crate) fn format(frame: &Frame, names: &MetricsObserver) -> Bytes {
+pub(crate) fn format(published: &Published, names: &MetricsObserver) -> Bytes {
     let recorder = PrometheusBuilder::new().build_recorder();
     let text = recorder.handle();
     with_local_recorder(&recorder, || {
@@ -48,34 +48,34 @@ pub(crate) fn format(frame: &Frame, names: &MetricsObserver) -> Bytes {
         describe_gauge!("lockreg_snapshot_seconds", "duration of the last snapshot that succeeded");
         describe_counter!("lockreg_snapshot_failures_total", "failed attempts to take a snapshot");
 
-        let holders = frame.snapshot.holders.iter();
+        let holders = published.snapshot.holders.iter();
         record(
             "lockreg_holders",
             "lockreg_longest_hold_seconds",
             names,
             holders.map(|holder| (&holder.key, holder.mode, holder.held_for)),
         );
-        let waiters = frame.snapshot.waiters.iter();
+        let waiters = published.snapshot.waiters.iter();
         record(
             "lockreg_waiters",
             "lockreg_longest_wait_seconds",
             names,
             waiters.map(|waiter| (&waiter.key, waiter.mode, waiter.waited_for)),
         );
-        let deadlocks = u32::try_from(frame.graph.deadlocks.len()).unwrap_or(u32::MAX);
+        let deadlocks = u32::try_from(published.graph.deadlocks.len()).unwrap_or(u32::MAX);
         gauge!("lockreg_deadlocks").set(deadlocks);
-        let taken_at = Duration::from_millis(frame.taken_at_ms);
+        let taken_at = Duration::from_millis(published.taken_at_ms);
         gauge!("lockreg_snapshot_timestamp_seconds").set(taken_at.as_secs_f64());
-        gauge!("lockreg_snapshot_seconds").set(frame.took.as_secs_f64());
-        counter!("lockreg_snapshot_failures_total").absolute(frame.failures);
+        gauge!("lockreg_snapshot_seconds").set(published.took.as_secs_f64());
+        counter!("lockreg_snapshot_failures_total").absolute(published.failures);
     });
     text.render().into()
 }
 
 /// Records the number of `claims` and the longest of their times, for each name and mode.
 fn record<'a>(
-    number: &'static str,
-    longest: &'static str,
+    number_gauge: &'static str,
+    longest_gauge: &'static str,
     names: &MetricsObserver,
     claims: impl Iterator<Item = (&'a Key, ClaimMode, Option<Duration>)>,
 ) {
@@ -87,7 +87,7 @@ fn record<'a>(
     }
     for ((name, mode), counts) in counts {
         let labels = [("name", name.to_string()), ("mode", mode.to_owned())];
-        gauge!(number, &labels).set(counts.number);
-        gauge!(longest, &labels).set(counts.longest.as_secs_f64());
+        gauge!(number_gauge, &labels).set(counts.number);
+        gauge!(longest_gauge, &labels).set(counts.longest.as_secs_f64());
     }
 }

@@ -1,7 +1,7 @@
-//! Takes snapshots of the store, and publishes each as a [`Frame`] for all connections.
+//! Takes snapshots of the store, and publishes each of them for all connections.
 //!
 //! The number of connections does not affect the number of snapshots. Text that is the same for all
-//! connections is formatted once per frame, and the connections share its bytes.
+//! connections is formatted once per snapshot, and the connections share its bytes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -24,17 +24,17 @@ use crate::snapshot::{GrantCounter, Snapshot};
 #[derive(Debug)]
 pub(crate) struct Monitor {
     registry: Arc<Registry>,
-    published: RwLock<Arc<Frame>>,
-    /// The events for pages that already show the published frame.
+    published: RwLock<Arc<Published>>,
+    /// The events for pages that already show the published snapshot.
     changes: broadcast::Sender<Bytes>,
     history: Mutex<History>,
     refresh: Notify,
 }
 
-/// The last snapshot that succeeded, and the values that are derived from it. A published frame
-/// does not change.
+/// The last snapshot that succeeded, and the values that are derived from it. The fields do
+/// not change, except that formatted texts are added.
 #[derive(Debug)]
-pub(crate) struct Frame {
+pub(crate) struct Published {
     pub(crate) snapshot: Arc<Snapshot>,
     /// The time of the snapshot in milliseconds since 1970.
     pub(crate) taken_at_ms: u64,
@@ -107,22 +107,22 @@ const LATE_EVENTS_MAX: usize = 16;
 
 /// The share of one processor that this process may use on average.
 const PROCESSOR_SHARE: f64 = 0.04;
-/// The maximum pause for the sake of [`PROCESSOR_SHARE`], so that the page never shows much older
-/// data.
+/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. It bounds
+/// the age of the data that the page shows.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The pause after a snapshot in multiples of its duration. Limits the load of a store that has to
-/// search for the locks, such as Redis among millions of other keys.
+/// The minimum pause after a snapshot, in multiples of its duration. Limits the load of a store
+/// that scans all keys to find the locks, such as Redis with millions of other keys.
 const SNAPSHOT_PAUSE_FACTOR: u32 = 4;
 
-/// The maximum pause after a snapshot that failed, and because of requests.
-const RETRY_PAUSE: Duration = Duration::from_secs(5);
+/// The maximum pause after a failed snapshot, and the maximum pause that requests of clients cause.
+const SHORT_PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl Monitor {
     /// Takes the first snapshot, and returns a monitor that has published it.
     pub(crate) async fn start(registry: Arc<Registry>) -> Result<Self, LockError> {
         let mut history = History::default();
-        let first = Frame::new(Snapshot::take(&registry).await?, None);
+        let first = Published::new(Snapshot::take(&registry).await?, None);
         history.record(&first.snapshot.holders, first.taken_at_ms);
         Ok(Self {
             registry,
@@ -137,7 +137,8 @@ impl Monitor {
         &self.registry
     }
 
-    pub(crate) fn frame(&self) -> Arc<Frame> {
+    /// Returns the published snapshot.
+    pub(crate) fn published(&self) -> Arc<Published> {
         Arc::clone(&self.published.read().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -154,11 +155,11 @@ impl Monitor {
     pub(crate) fn subscribe(&self) -> (Bytes, broadcast::Receiver<Bytes>) {
         let published = self.published.read().unwrap_or_else(PoisonError::into_inner);
         // `publish` has the write lock while it sends an event, so the receiver gets the events of
-        // all later frames and no others.
+        // all later snapshots and no others.
         let changes = self.changes.subscribe();
-        let frame = Arc::clone(&published);
+        let latest = Arc::clone(&published);
         drop(published);
-        (frame.whole_event(), changes)
+        (latest.whole_event(), changes)
     }
 
     /// Ends the current pause, so that the next snapshot is taken now.
@@ -169,19 +170,19 @@ impl Monitor {
     /// Takes snapshots until the future is dropped.
     pub(crate) async fn run(&self, interval: Duration) {
         let mut grants = GrantCounter::default();
-        grants.record(&self.frame().snapshot);
-        // Clients must not be able to delay snapshots as long as expensive snapshots may.
-        let mut snapshot_debt = ProcessorDebt::new(PAUSE_MAX);
-        let mut request_debt = ProcessorDebt::new(RETRY_PAUSE);
+        grants.record(&self.published().snapshot);
+        // Requests of clients may delay snapshots less than expensive snapshots may.
+        let mut snapshot_cpu = ProcessorLimit::new(PAUSE_MAX);
+        let mut request_cpu = ProcessorLimit::new(SHORT_PAUSE_MAX);
         let mut took = Duration::ZERO;
         let (mut ended_at, mut used_at_end) = (Instant::now(), processor_time());
         loop {
-            let before = self.frame();
-            // With a long interval, one failure would otherwise count for all of it.
+            let before = self.published();
+            // With a long interval, the page would otherwise show one failure for all of it.
             let interval =
-                if before.error.is_some() { interval.min(RETRY_PAUSE) } else { interval };
+                if before.error.is_some() { interval.min(SHORT_PAUSE_MAX) } else { interval };
             let store_pause = (took * SNAPSHOT_PAUSE_FACTOR).min(PAUSE_MAX);
-            let pause = interval.max(store_pause).max(snapshot_debt.owed).max(request_debt.owed);
+            let pause = interval.max(store_pause).max(snapshot_cpu.pause).max(request_cpu.pause);
             tokio::select! {
                 () = sleep(pause) => {}
                 () = self.refresh.notified() => {}
@@ -189,40 +190,40 @@ impl Monitor {
             let (started_at, used_at_start) = (Instant::now(), processor_time());
             let snapshot = Snapshot::take(&self.registry).await;
             took = if snapshot.is_ok() { started_at.elapsed() } else { Duration::ZERO };
-            let frame = match snapshot {
+            let latest = match snapshot {
                 Ok(snapshot) => {
                     grants.record(&snapshot);
-                    let mut frame = Frame::new(snapshot, Some(&before));
-                    frame.grants_per_second = grants.per_second();
+                    let mut latest = Published::new(snapshot, Some(&before));
+                    latest.grants_per_second = grants.per_second();
                     let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
-                    history.record(&frame.snapshot.holders, frame.taken_at_ms);
-                    frame
+                    history.record(&latest.snapshot.holders, latest.taken_at_ms);
+                    latest
                 }
                 Err(error) => before.failed(error.to_string()),
             };
-            let event = frame.changes_since(&before);
-            self.publish(frame, event);
+            let event = latest.changes_since(&before);
+            self.publish(latest, event);
             let (now, used) = (Instant::now(), processor_time());
-            snapshot_debt.spend(used.saturating_sub(used_at_start), now - ended_at);
-            request_debt.spend(used_at_start.saturating_sub(used_at_end), now - ended_at);
+            snapshot_cpu.record(used.saturating_sub(used_at_start), now - ended_at);
+            request_cpu.record(used_at_start.saturating_sub(used_at_end), now - ended_at);
             (ended_at, used_at_end) = (now, used);
         }
     }
 
-    fn publish(&self, frame: Frame, event: Bytes) {
+    fn publish(&self, latest: Published, event: Bytes) {
         let mut published = self.published.write().unwrap_or_else(PoisonError::into_inner);
-        *published = Arc::new(frame);
+        *published = Arc::new(latest);
         // Sending fails only if no page is open.
         _ = self.changes.send(event);
     }
 }
 
-impl Frame {
+impl Published {
     fn new(snapshot: Snapshot, before: Option<&Self>) -> Self {
         let took = snapshot.age();
         let now = time_since_1970();
         let taken_at_ms = whole_millis(now.saturating_sub(took));
-        let rows = rows_of(&snapshot, taken_at_ms, before.map(|frame| &*frame.rows));
+        let rows = rows_of(&snapshot, taken_at_ms, before.map(|before| &*before.rows));
         Self {
             graph: Arc::new(WaitGraph::of(&snapshot)),
             snapshot: Arc::new(snapshot),
@@ -230,7 +231,7 @@ impl Frame {
             tried_at_ms: whole_millis(now),
             took,
             error: None,
-            failures: before.map_or(0, |frame| frame.failures),
+            failures: before.map_or(0, |before| before.failures),
             grants_per_second: 0.0,
             rows: Arc::new(rows),
             whole: OnceLock::new(),
@@ -239,7 +240,7 @@ impl Frame {
         }
     }
 
-    /// Returns this frame with the error of an attempt to take the next snapshot.
+    /// Returns the same snapshot with the error of an attempt to take the next one.
     fn failed(&self, error: String) -> Self {
         Self {
             snapshot: Arc::clone(&self.snapshot),
@@ -370,22 +371,22 @@ impl Claimant {
     }
 }
 
-/// Limits processor time by longer pauses between snapshots.
-struct ProcessorDebt {
+/// Limits the processor time of this process by longer pauses between snapshots.
+struct ProcessorLimit {
     /// The pause after which the average share is [`PROCESSOR_SHARE`].
-    owed: Duration,
-    owed_max: Duration,
+    pause: Duration,
+    pause_max: Duration,
 }
 
-impl ProcessorDebt {
-    fn new(owed_max: Duration) -> Self {
-        Self { owed: Duration::ZERO, owed_max }
+impl ProcessorLimit {
+    fn new(pause_max: Duration) -> Self {
+        Self { pause: Duration::ZERO, pause_max }
     }
 
     /// Adds processor time that was used within `elapsed`.
-    fn spend(&mut self, used: Duration, elapsed: Duration) {
-        let owed = self.owed + used.div_f64(PROCESSOR_SHARE);
-        self.owed = owed.saturating_sub(elapsed).min(self.owed_max);
+    fn record(&mut self, used: Duration, elapsed: Duration) {
+        let pause = self.pause + used.div_f64(PROCESSOR_SHARE);
+        self.pause = pause.saturating_sub(elapsed).min(self.pause_max);
     }
 }
 
@@ -406,14 +407,14 @@ mod tests {
     fn the_average_processor_share_is_limited_for_expensive_snapshots() {
         let interval = Duration::from_secs(1);
         for (used_ms, rounds) in [(5, 1.0), (100, 2.5), (1_000, 25.0)] {
-            let mut budget = ProcessorDebt::new(PAUSE_MAX);
+            let mut limit = ProcessorLimit::new(PAUSE_MAX);
             let used = Duration::from_millis(used_ms);
             let mut pause = interval;
             let mut elapsed = Duration::ZERO;
             for _ in 0..100 {
                 elapsed += used + pause;
-                budget.spend(used, used + pause);
-                pause = interval.max(budget.owed);
+                limit.record(used, used + pause);
+                pause = interval.max(limit.pause);
             }
             let average = elapsed.as_secs_f64() / 100.0;
             assert!((average / rounds - 1.0).abs() < 0.05, "{used_ms} ms: {average} s per round");
@@ -429,13 +430,13 @@ mod tests {
 
     #[test]
     fn an_event_has_only_the_rows_that_changed() {
-        let first = Frame::new(snapshot(&[("a", "x", 5), ("b", "y", 5)], &["b"]), None);
+        let first = Published::new(snapshot(&[("a", "x", 5), ("b", "y", 5)], &["b"]), None);
         let all = event_of(&first.whole_event());
         assert_eq!((all["all"].as_bool(), all["set"].as_array().unwrap().len()), (Some(true), 2));
         assert_eq!(all["set"][1]["waiters"][0]["label"], "waiter");
         assert!(all["set"][0].get("waiters").is_none());
 
-        let second = Frame::new(snapshot(&[("a", "x", 5), ("c", "z", 0)], &[]), Some(&first));
+        let second = Published::new(snapshot(&[("a", "x", 5), ("c", "z", 0)], &[]), Some(&first));
         let changes = event_of(&second.changes_since(&first));
         assert_eq!(
             (&changes["set"][0]["key"], changes["set"].as_array().unwrap().len()),
@@ -447,13 +448,13 @@ mod tests {
         let changes = event_of(&failed.changes_since(&second));
         assert_eq!((&changes["error"], failed.failures), (&"no connection".into(), 1));
         assert_eq!(changes["set"], serde_json::json!([]));
-        assert_eq!(Frame::new(snapshot(&[], &[]), Some(&failed)).failures, 1);
+        assert_eq!(Published::new(snapshot(&[], &[]), Some(&failed)).failures, 1);
     }
 
     #[test]
     fn text_from_other_users_cannot_end_an_event() {
-        let frame = Frame::new(snapshot(&[("a\n\ndata: b", "x\r\n\r\nevent: y", 5)], &[]), None);
-        let all = event_of(&frame.whole_event());
+        let only = Published::new(snapshot(&[("a\n\ndata: b", "x\r\n\r\nevent: y", 5)], &[]), None);
+        let all = event_of(&only.whole_event());
         assert_eq!(all["set"][0]["key"], "a\n\ndata: b");
     }
 }

@@ -22,7 +22,7 @@ const HIDDEN = new RegExp("[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\
   + "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\u{e0000}-\\u{e0fff}]", "gu");
 const ESCAPES = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
 
-// Quotes a text with such characters and escapes them, as the commands of `lockreg` do.
+// Quotes and escapes a text that contains hidden characters, as the commands of `lockreg` do.
 function printable(text) {
   if (text !== "" && text.trim() === text && text.search(HIDDEN) === -1) return text;
   const escaped = text.replace(/["\\]/g, "\\$&")
@@ -35,7 +35,7 @@ function shortened(text, length) {
   return characters.length > length ? characters.slice(0, length - 1).join("") + "\u2026" : characters.join("");
 }
 
-function span(ms) {
+function formatDuration(ms) {
   const s = Math.floor(Math.max(0, ms) / 1000);
   const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]];
   const first = Math.max(0, parts.findIndex(([size]) => s >= size));
@@ -45,16 +45,16 @@ function span(ms) {
 }
 
 function element(name, text, className) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+  const created = document.createElement(name);
+  if (text !== undefined) created.textContent = text;
+  if (className) created.className = className;
+  return created;
 }
 
 const textOf = (text) => element("span", printable(text), "text");
 const labelOf = (label) => label === null ? element("span", "no label", "weak") : textOf(label);
 
-// Replaces the children of `parent`, except equal ones, so that they keep the selection of text.
+// Replaces the children of `parent` that differ. Equal children stay, so that they keep the selection of text.
 function fill(parent, children) {
   children.forEach((child, index) => {
     const old = parent.children[index];
@@ -123,7 +123,7 @@ function drawTable() {
     const left = holder && holder.ends !== null ? holder.ends - now : null;
     const texts = holder
       ? [holder.mode, holder.label === null ? "" : printable(holder.label), holder.token || "",
-        holder.since === null ? "" : span(now - holder.since), left === null ? "" : span(left)]
+        holder.since === null ? "" : formatDuration(now - holder.since), left === null ? "" : formatDuration(left)]
       : ["free", "", "", "", ""];
     [...texts, waiters ? String(waiters) : ""].forEach((text, column) => setText(row.children[column + 1], text));
     row.className = holder ? "" : "free";
@@ -156,7 +156,7 @@ function drawWaits() {
     const line = element("p");
     line.append(element("strong", "Possible deadlock: "));
     const waits = graph.waits.filter((wait) => wait.deadlock === index).slice(0, 10);
-    // The list of waits is limited, so those of this deadlock may be missing.
+    // The list of waits is limited, so the waits of this deadlock may be missing.
     if (waits.length === 0) labels.slice(0, 10).forEach((label, position) => line.append(position ? ", " : "", textOf(label)));
     waits.forEach((wait, position) => {
       line.append(position ? "; " : "", textOf(wait.waiter), " waits for ", textOf(wait.key), ", held by ", textOf(wait.holder));
@@ -179,10 +179,10 @@ function drawWaits() {
 
 const SVG = "http://www.w3.org/2000/svg";
 function shape(name, attributes, text) {
-  const made = document.createElementNS(SVG, name);
-  for (const [attribute, value] of Object.entries(attributes)) made.setAttribute(attribute, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const created = document.createElementNS(SVG, name);
+  for (const [attribute, value] of Object.entries(attributes)) created.setAttribute(attribute, value);
+  if (text !== undefined) created.textContent = text;
+  return created;
 }
 
 function arrowHead(id, className) {
@@ -199,7 +199,7 @@ function drawGraph(waits) {
   const [boxWidth, boxHeight] = [150, 26];
   const radius = Math.max(90, labels.length * 22);
   const [width, height] = [2 * radius + boxWidth + 260, 2 * radius + boxHeight + 60];
-  const place = new Map(labels.map((label, index) => {
+  const positions = new Map(labels.map((label, index) => {
     const angle = 2 * Math.PI * index / labels.length - Math.PI;
     return [label, { x: width / 2 + (radius + 100) * Math.cos(angle), y: height / 2 + radius * Math.sin(angle) }];
   }));
@@ -207,7 +207,7 @@ function drawGraph(waits) {
   svg.append(shape("title", {}, "An arrow leads from each waiter to each holder for which it waits"));
   svg.append(arrowHead("head", ""), arrowHead("deadlock-head", "deadlock"));
   for (const wait of waits) {
-    const [from, to] = [place.get(wait.waiter), place.get(wait.holder)];
+    const [from, to] = [positions.get(wait.waiter), positions.get(wait.holder)];
     const [dx, dy] = [to.x - from.x, to.y - from.y];
     const length = Math.hypot(dx, dy) || 1;
     // The bend separates the two arrows between processes that wait for each other.
@@ -225,7 +225,7 @@ function drawGraph(waits) {
     const middle = { x: (from.x + to.x) / 4 + bend.x / 2, y: (from.y + to.y) / 4 + bend.y / 2 };
     svg.append(shape("text", { x: middle.x.toFixed(1), y: (middle.y - 4).toFixed(1), class: "key" }, shortened(wait.key, 24)));
   }
-  for (const [label, at] of place) {
+  for (const [label, at] of positions) {
     svg.append(shape("rect", { x: at.x - boxWidth / 2, y: at.y - boxHeight / 2, width: boxWidth, height: boxHeight, rx: 4,
       class: deadlocked.has(label) ? "deadlock" : "" }));
     const text = shape("text", { x: at.x, y: at.y + 4 }, shortened(label, 20));
@@ -260,19 +260,19 @@ function drawDetails() {
   const now = serverNow();
   const lock = locks.get(selected) || {};
   const holders = (lock.holders || []).map((holder) => claimant(holder, ": ", [
-    holder.since === null ? "" : "for " + span(now - holder.since),
-    holder.ends === null ? "" : "lease ends in " + span(holder.ends - now),
+    holder.since === null ? "" : "for " + formatDuration(now - holder.since),
+    holder.ends === null ? "" : "lease ends in " + formatDuration(holder.ends - now),
     holder.token ? "token " + holder.token : "",
   ].filter(Boolean)));
   const waiters = (lock.waiters || []).map((waiter) => claimant(waiter, " waits: ", [
-    waiter.since === null ? "" : "for " + span(now - waiter.since),
+    waiter.since === null ? "" : "for " + formatDuration(now - waiter.since),
   ].filter(Boolean)));
   fill(byId("holders"), holders.length ? holders : [element("li", "none", "weak")]);
   fill(byId("waiters"), waiters.length ? waiters : [element("li", "none", "weak")]);
   byId("break").hidden = !mayBreak || !holders.length && !byId("broken").textContent;
 }
 
-// A parameter, because a browser would resolve a segment such as `..` in a path.
+// The key is a query parameter: in a path, a browser would resolve a segment such as `..`.
 const address = (key) => "api/locks?key=" + encodeURIComponent(key);
 
 const LANES_MAX = 12;
@@ -301,7 +301,7 @@ async function drawHistory() {
     if (!lanes.has(hold.label)) lanes.set(hold.label, []);
     lanes.get(hold.label).push(hold);
   }
-  byId("span").textContent = "The last " + span(now - begin) + ". Holds that begin and end between two readings of the store are missing.";
+  byId("span").textContent = "The last " + formatDuration(now - begin) + ". Holds that begin and end between two readings of the store are missing.";
   const drawn = Array.from(lanes, ([label, holds]) => {
     const lane = element("div", undefined, "lane");
     const track = element("div", undefined, "track");
@@ -311,7 +311,7 @@ async function drawHistory() {
       const percent = (time) => 100 * (Math.max(time, begin) - begin) / (now - begin);
       bar.style.left = Math.min(99.5, percent(hold.began_ms)) + "%";
       bar.style.width = percent(end) - percent(hold.began_ms) + "%";
-      bar.title = hold.mode + ", " + span(end - hold.began_ms) + " from " + new Date(hold.began_ms).toLocaleTimeString();
+      bar.title = hold.mode + ", " + formatDuration(end - hold.began_ms) + " from " + new Date(hold.began_ms).toLocaleTimeString();
       track.append(bar);
     }
     lane.append(labelOf(label), track);
@@ -349,8 +349,8 @@ function drawNumbers() {
       + numbers.rate.toFixed(1) + " grants/s";
   }
   const problem = !connected ? "no connection to lockreg; reconnecting" : numbers && numbers.error;
-  status.textContent = problem ? printable(problem) + (numbers ? " (data from " + span(age) + " ago)" : "")
-    : numbers ? "live" + (age > 5000 ? ", read " + span(age) + " ago" : "") : "connecting";
+  status.textContent = problem ? printable(problem) + (numbers ? " (data from " + formatDuration(age) + " ago)" : "")
+    : numbers ? "live" + (age > 5000 ? ", read " + formatDuration(age) + " ago" : "") : "connecting";
   status.className = problem ? "bad" : "";
 }
 

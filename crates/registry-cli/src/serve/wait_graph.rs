@@ -1,7 +1,7 @@
 //! Finds which labelled processes wait for which others, and which of them may be deadlocked.
 //!
 //! The graph treats a label as one process, which continues only when all its waits have ended. If
-//! the tasks of a process wait independently, a reported deadlock may therefore be none. Claims
+//! the tasks of a process wait independently, a reported deadlock may therefore be false. Claims
 //! without a label are ignored.
 
 use std::collections::{HashMap, HashSet};
@@ -41,15 +41,15 @@ pub(crate) struct WaitGraph {
 /// The maximum number of waits in [`WaitGraph::waits`].
 const SHOWN_WAITS_MAX: usize = 500;
 
-/// About the maximum number of waits that are examined. Each waiter of a key waits for each holder
-/// of the key, so 1,000 waiters and 1,000 holders of one key result in a million waits.
+/// The approximate maximum number of waits that are examined. Each waiter of a key waits for each
+/// holder of the key, so 1,000 waiters and 1,000 holders of one key result in a million waits.
 const EXAMINED_WAITS_MAX: usize = 100_000;
 
 /// A waiting claim, and the labels for which it waits.
 struct Request<'a> {
     claim: &'a WaitingClaim,
     waiter: &'a str,
-    /// The labels of the holders that block the claim, each with the units that it keeps from it.
+    /// The labels of the holders that block the claim, each with the units that it withholds.
     blockers: HashMap<&'a str, u32>,
     /// The maximum number of units that blockers may still hold when the claim is granted.
     allowed: u32,
@@ -83,7 +83,7 @@ impl WaitGraph {
     }
 }
 
-/// Returns the waits, and whether these are all.
+/// Returns the waiting claims with their blockers, and whether all waits were examined.
 fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
     let mut holders: HashMap<&Key, Vec<&Holder>> = HashMap::new();
     for holder in &snapshot.holders {

@@ -59,6 +59,7 @@ pub(crate) struct View {
     /// The result of the last action.
     pub(crate) message: Option<String>,
     pub(crate) rows: Vec<Row>,
+    /// The sort column, and whether the order is reversed.
     pub(crate) sort: (SortColumn, bool),
     pub(crate) filter: String,
     pub(crate) focus: Focus,
@@ -236,7 +237,7 @@ impl Row {
         contains(self.key.as_str()) || label.is_some_and(contains)
     }
 
-    /// Compares two rows by a column, and by their keys if it is equal.
+    /// Compares two rows by a column. If the column is equal, compares their keys and tokens.
     fn compare(&self, other: &Self, column: SortColumn) -> Ordering {
         fn label(row: &Row) -> Option<&str> {
             row.holder.as_ref()?.label.as_deref()
@@ -249,7 +250,7 @@ impl Row {
         let by_column = match column {
             SortColumn::Key => Ordering::Equal,
             SortColumn::HeldBy => label(self).cmp(&label(other)),
-            // The longest first, as in other listings of this kind.
+            // The longest hold comes first, as the largest value does in `top(1)`.
             SortColumn::HeldFor => Reverse(held_for(self)).cmp(&Reverse(held_for(other))),
             SortColumn::LeaseLeft => lease_left(self).cmp(&lease_left(other)),
             SortColumn::Waiters => Reverse(self.waiters).cmp(&Reverse(other.waiters)),
