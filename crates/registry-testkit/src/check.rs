@@ -3,8 +3,8 @@
 //!
 //! The checks are exact for all recorded facts, and fast enough to run over a complete history. An
 //! operation with an unknown outcome may have taken effect at any later time, or never; the checks
-//! accept both. With the feature `search`, a function of that name verifies the most important
-//! check by a slow, independent method.
+//! accept both. With the feature `search`, the function `search` verifies the most
+//! important check, `token_order`, by a slow, independent method.
 
 // The promises.
 mod order;
@@ -84,11 +84,11 @@ fn check_with(
     let grants = validity(history)?;
     let writes = fenced_writes(history)?;
     let busy = busy_answers(history)?;
-    let ending = |grant: &RecordedGrant| {
-        grant.release.map_or(ReleaseResult::Unknown, |release| release.ending)
+    let result = |grant: &RecordedGrant| {
+        grant.release.map_or(ReleaseResult::Unknown, |release| release.result)
     };
     let unknown = history.unknown.len()
-        + history.grants.iter().filter(|grant| ending(grant) == ReleaseResult::Unknown).count()
+        + history.grants.iter().filter(|grant| result(grant) == ReleaseResult::Unknown).count()
         + history.writes.iter().filter(|write| write.answer == WriteResult::Unknown).count();
     Ok(Checked { grants, tokens, busy, writes, unknown })
 }

@@ -97,6 +97,6 @@ impl ClockShim {
     }
 
     fn offsets_file(&self) -> PathBuf {
-        self.0.folder.path().join("ahead")
+        self.0.folder.path().join("offsets")
     }
 }

@@ -37,8 +37,8 @@ pub(crate) async fn fill<S: ServerDescription>(
         return copy(&cached, &data).await;
     }
     install(server, installer).await?;
-    // Several tests may run this concurrently. The rename publishes only complete copies, and the
-    // first one stays.
+    // Several tests may run this concurrently. The rename publishes only complete copies. It fails
+    // if another test has already published one.
     let Some(parent) = cached.parent() else { return Ok(()) };
     fs::create_dir_all(parent)?;
     let incomplete = tempfile::tempdir_in(parent)?;

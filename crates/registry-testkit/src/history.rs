@@ -173,8 +173,8 @@ impl Recorder {
     /// Returns the end of a guard that is valid for `valid_for` from now. It is never later than
     /// the true end.
     fn expiry_of(&self, valid_for: impl FnOnce() -> Duration) -> u64 {
-        // Reads the clock before the guard, and not a stamp, because a stamp may be ahead of the
-        // clock.
+        // The clock is read before the guard, so the result is never late. `next_time` may be ahead
+        // of the clock, so its result must not be used here.
         let now = (self.0.clock)();
         now.saturating_add(nanos(valid_for()))
     }

@@ -57,7 +57,7 @@ pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
     Ok(program)
 }
 
-/// Makes [`LockHolder::spawn_command`] return an error, instead of a call of [`serve`].
+/// Makes [`LockHolder::spawn_command`] return this error. Call this function instead of [`serve`].
 pub fn report_failure(doing: &str, error: &(dyn Error + 'static)) {
     protocol::print(&Reply { reply_to: READY, result: Err(failure(doing, error)) });
 }

@@ -144,7 +144,7 @@ impl ManagedProcess {
         Ok(kill(self.child(child)?, Signal::SIGKILL)?)
     }
 
-    /// Returns the pid of a child process, so that signals reach only children of the server.
+    /// Returns the pid `child` if it is a child of the server. Signals thus reach no other process.
     #[cfg(target_os = "linux")]
     fn child(&self, child: i32) -> io::Result<Pid> {
         let known = self.children().into_iter().find(|known| known.as_raw() == child);
@@ -170,10 +170,10 @@ impl ManagedProcess {
         block_until(|| !self.is_up() && children.iter().all(|&child| state(child).is_none()));
     }
 
-    /// Like [`kill`](Self::kill), for a server that, on `signal`, only waits for its children and
-    /// thereby reaps them. If the server is killed first, the init process inherits its killed
-    /// children. In a container, that process often reaps no children, so they stay in the process
-    /// table.
+    /// Like [`kill`](Self::kill), but lets the server reap its killed children: after `signal`, the
+    /// server only waits for them. If the server were killed first, the init process would inherit
+    /// its killed children. In a container, that process often reaps no children, so they would
+    /// stay in the process table.
     pub(crate) fn kill_and_reap(self, signal: Signal) {
         if let Ok(pid) = self.pid() {
             let children = self.children();
@@ -214,8 +214,8 @@ fn state(pid: Pid) -> Option<char> {
 /// Blocks the thread until `done` returns true or [`SIGNAL_LIMIT`] has passed. The thread may run
 /// async tasks, so use it only for operations that the kernel completes almost immediately.
 fn block_until(mut done: impl FnMut() -> bool) {
-    let wait_until_started = std::time::Instant::now();
-    while !done() && wait_until_started.elapsed() < SIGNAL_LIMIT {
+    let started = std::time::Instant::now();
+    while !done() && started.elapsed() < SIGNAL_LIMIT {
         thread::sleep(Duration::from_micros(200));
     }
 }

@@ -65,17 +65,17 @@ impl PgBouncer {
         let mut bouncer = Self::new(options, ())?;
         let login = format!("\"postgres\" \"{}\"\n", server.password().unwrap_or(""));
         bouncer.write_file("users", login)?;
-        let (server_port, here) = (server.addr().port(), bouncer.port().number());
+        let (server_port, own_port) = (server.addr().port(), bouncer.port().number());
         let auth_method = if server.password().is_some() { "scram-sha-256" } else { "trust" };
         let encryption = if server.is_encrypted() { "require" } else { "disable" };
         bouncer.write_file(
             "settings",
             format!(
                 "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\n\
-                 listen_addr = 127.0.0.1\nlisten_port = {here}\nunix_socket_dir =\n\
+                 listen_addr = 127.0.0.1\nlisten_port = {own_port}\nunix_socket_dir =\n\
                  auth_type = {auth_method}\nauth_file = {}\nadmin_users = postgres\n\
                  pool_mode = transaction\nserver_tls_sslmode = {encryption}\n\
-                 # Clients ask for it when they connect, and it changes nothing for them.\n\
+                 # Clients send this parameter when they connect. It has no effect on them.\n\
                  ignore_startup_parameters = extra_float_digits\n{}\n",
                 bouncer.file("users").display(),
                 lines.join("\n")

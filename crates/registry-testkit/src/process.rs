@@ -20,12 +20,11 @@ use crate::eventually::TimeoutError;
 /// The maximum time until the kernel reports a process as stopped.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// A child process. Dropping this handle kills it together with all its descendants in the same
-/// process group.
+/// A child process, which leads its own process group. Dropping this handle kills the group: the
+/// child and its descendants in the group.
 ///
-/// The child leads its own process group, and dropping the handle kills the group. The handle
-/// observes the child's exit without reaping it. The process id therefore stays taken until the
-/// handle is dropped, so that no signal can reach an unrelated process.
+/// The handle observes the child's exit without reaping it. The process id therefore stays taken
+/// until the handle is dropped, so that no signal can reach an unrelated process.
 ///
 /// A killed *test* process runs no `Drop`. Helper programs should therefore exit at the end of
 /// their standard input, which the kernel closes with the test. A stopped helper receives SIGHUP
@@ -42,7 +41,7 @@ pub struct HelperProcess {
     output: watch::Receiver<ProcessOutput>,
     exit: watch::Receiver<Option<ExitStatus>>,
     /// The number of lines that [`expect_line`](Self::expect_line) has read.
-    read: usize,
+    lines_read: usize,
 }
 
 /// The output of the process so far.
@@ -73,17 +72,17 @@ impl HelperProcess {
         // From here on, dropping `helper` kills the process on every error path.
         let (output_sender, output) = watch::channel(ProcessOutput::default());
         let (ended, exit) = watch::channel(None);
-        let helper = Self { child, stdin, pid, output, exit, read: 0 };
+        let helper = Self { child, stdin, pid, output, exit, lines_read: 0 };
 
         let output_sender = Arc::new(output_sender);
-        let listener = Arc::clone(&output_sender);
+        let stdout_sender = Arc::clone(&output_sender);
         thread::Builder::new().name(format!("stdout of {pid}")).spawn(move || {
             if let Some(stdout) = stdout {
                 read_lines(stdout, |line| {
-                    listener.send_modify(|output| output.stdout.push(line.into()));
+                    stdout_sender.send_modify(|output| output.stdout.push(line.into()));
                 });
             }
-            listener.send_modify(|output| output.stdout_ended = true);
+            stdout_sender.send_modify(|output| output.stdout_ended = true);
         })?;
         thread::Builder::new().name(format!("stderr of {pid}")).spawn(move || {
             if let Some(stderr) = stderr {
@@ -128,9 +127,9 @@ impl HelperProcess {
         predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
     ) -> Result<T, TimeoutError> {
-        let mut read = self.read;
+        let mut read = self.lines_read;
         let found = self.find_line(&mut read, predicate, limit).await;
-        self.read = read;
+        self.lines_read = read;
         found
     }
 

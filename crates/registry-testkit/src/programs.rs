@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// The folder with Debian's versions of PostgreSQL.
 const POSTGRES: &str = "/usr/lib/postgresql";
-/// Searched after `PATH`, which for a normal user often lacks it.
-const ADMINISTRATOR: &str = "/usr/sbin";
+/// The folder that is searched after `PATH`. The `PATH` of a normal user often lacks this folder.
+const SBIN: &str = "/usr/sbin";
 
 /// Returns the program that `variable` names, or else the installed program `name`. If neither
 /// exists, returns `name`, so that the error of starting it names the missing program.
@@ -30,7 +30,7 @@ pub(crate) fn postgres(variable: &str) -> PathBuf {
 /// Returns the installed program `name`. An absolute path is its own result.
 pub(crate) fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let folders = env::split_paths(&path).chain([PathBuf::from(ADMINISTRATOR)]);
+    let folders = env::split_paths(&path).chain([PathBuf::from(SBIN)]);
     folders.map(|folder| folder.join(&name)).find(|program| program.is_file())
 }
 

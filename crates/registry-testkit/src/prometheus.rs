@@ -107,7 +107,7 @@ impl Prometheus {
 
     async fn http_get(&self, path: &str) -> io::Result<String> {
         let mut connection = TcpStream::connect(self.addr()).await?;
-        // Version 1.0 has no chunks.
+        // HTTP/1.0 has no chunked encoding, so the rest of the response is its body.
         connection.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await?;
         let mut response = String::new();
         connection.read_to_string(&mut response).await?;

@@ -105,7 +105,7 @@ struct ProxyState {
     cut: Mutex<watch::Sender<()>>,
     /// Notifies connections to stop carrying bytes.
     silenced: watch::Sender<()>,
-    /// Whether to strand the next request.
+    /// Whether to withhold the next request.
     withhold_next: AtomicBool,
     withheld: Mutex<Vec<WithheldRequest>>,
 }
@@ -212,7 +212,7 @@ impl FaultProxy {
         self.shared.withhold_next.store(true, Ordering::SeqCst);
     }
 
-    /// Passes the stranded requests to the server, waits for the first byte of each reply, and
+    /// Passes the withheld requests to the server, waits for the first byte of each reply, and
     /// closes their connections. Returns the number of requests.
     ///
     /// # Cancel safety
@@ -291,7 +291,7 @@ async fn accept(port: Arc<Port>, listener: TcpListener, shared: Arc<ProxyState>)
         tokio::select! {
             biased;
             changed = modes.changed() => if changed.is_err() { return },
-            // Without this, finished connections would accumulate in a long test.
+            // Without this branch, finished connections would accumulate in a long test.
             Some(_) = connections.join_next(), if !connections.is_empty() => {}
             accepted = incoming => {
                 // A connection that was closed before `accept` is not counted.

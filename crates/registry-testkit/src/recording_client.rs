@@ -1,4 +1,4 @@
-//! Locks with a recorder: guards of the engine whose operations are recorded in a history.
+//! Clients and guards that record their operations in a history.
 
 use std::fmt;
 use std::ops::Deref;

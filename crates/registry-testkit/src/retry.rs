@@ -11,17 +11,17 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// The pause between two polls.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Polls until `state` returns a value. Once the limit has passed, returns an error with `what`,
-/// the expected state, and the last error of `state`.
+/// Calls `check` until it returns a value. Once the limit has passed, returns an error with `what`,
+/// the expected state, and the last error of `check`.
 ///
 /// Not generic over `AsyncFnMut`, because callers need futures that are `Send`.
 pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(
     what: &str,
-    mut state: impl FnMut() -> F,
+    mut check: impl FnMut() -> F,
 ) -> io::Result<T> {
     let deadline = Instant::now() + LIMIT;
     loop {
-        match state().await {
+        match check().await {
             Ok(value) => return Ok(value),
             Err(why) if Instant::now() >= deadline => {
                 let text = format!("{what} not within {LIMIT:?}: {why}");

@@ -22,12 +22,9 @@ pub(crate) async fn run(command: Command, input: &str) -> io::Result<String> {
     let done = child.wait_with_output().await?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\n').to_owned();
     if !done.status.success() {
-        let (output_text, more) = (text(&done.stderr), text(&done.stdout));
+        let (stderr, stdout) = (text(&done.stderr), text(&done.stdout));
         let program = program.display();
-        return Err(io::Error::other(format!(
-            "{program} ({}): {output_text}\n{more}",
-            done.status
-        )));
+        return Err(io::Error::other(format!("{program} ({}): {stderr}\n{stdout}", done.status)));
     }
     Ok(text(&done.stdout))
 }

@@ -105,8 +105,8 @@ impl Seeds {
     /// Runs `trial` once for each seed and returns the number of completed trials.
     ///
     /// # Panics
-    /// Resumes the trial's panic after it has printed the seed and how to replay it. Panics if
-    /// [`VARIABLE`] is not a number.
+    /// If a trial panics, prints the seed and how to replay it, and then resumes the panic. Panics
+    /// if [`VARIABLE`] is not a number.
     pub fn run(self, trial: impl Fn(Seed) + Sync) -> u64 {
         let replayed_seed = env::var(VARIABLE).ok().map(|text| match parse_seed(&text) {
             Some(seed) => Seed(seed),

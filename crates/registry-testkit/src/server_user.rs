@@ -13,8 +13,11 @@ use nix::unistd::{User, geteuid};
 pub(crate) struct ServerUser(Option<User>);
 
 impl ServerUser {
-    /// Returns the account `name`, if there is one and the test runs as root. Otherwise, servers
-    /// run as the current user.
+    /// Returns the account `name` if the test runs as root. Without a name, or for another user,
+    /// servers run as the current user.
+    ///
+    /// # Errors
+    /// Returns an error if the account does not exist.
     pub(crate) fn for_root(name: Option<&str>) -> io::Result<Self> {
         let Some(name) = name.filter(|_| geteuid().is_root()) else { return Ok(Self(None)) };
         let missing = || io::Error::other(format!("there is no user {name} to run the server"));

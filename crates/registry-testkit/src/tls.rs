@@ -10,7 +10,7 @@ use std::{fs, io};
 use tempfile::TempDir;
 
 /// The `openssl` configuration with the extensions of each certificate.
-const PURPOSES: &str = "
+const OPENSSL_CONFIG: &str = "
 [req]
 distinguished_name = empty
 [empty]
@@ -46,7 +46,7 @@ impl TlsFolder {
         let kind = |host: &str| if host.parse::<IpAddr>().is_ok() { "IP" } else { "DNS" };
         let hosts: Vec<String> =
             hosts.iter().map(|host| format!("{}:{host}", kind(host))).collect();
-        fs::write(tls.file("purposes"), PURPOSES.replace("HOSTS", &hosts.join(",")))?;
+        fs::write(tls.file("purposes"), OPENSSL_CONFIG.replace("HOSTS", &hosts.join(",")))?;
         tls.openssl(&format!(
             "req -x509 {} -out ca.pem -extensions authority",
             certificate_args("ca")

@@ -5,8 +5,9 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, Key, LockBackend, Queueing, Release, Renewal};
 use tokio::join;
 
-/// Asserts that a claim that joins the queue undoes no renewal of the exclusive holder. Stores with
-/// one record per key write this place into the record that they have read before.
+/// Asserts that a claim that joins the queue undoes no renewal of the exclusive holder. A store
+/// with one record per key reads the record, adds the waiter and writes the record. A renewal in
+/// between must not be lost.
 ///
 /// # Panics
 /// Panics if a renewal was undone, or on an error of a backend.
@@ -24,7 +25,8 @@ pub async fn assert_a_waiter_undoes_no_renewal(
         let extended = claim.clone().with_lease(long);
         let waiter = Claim::new(key.clone(), short).with_queueing(Queueing::Join);
         let renew = async {
-            // The round trips before the renewal let it fall between those of the attempt.
+            // Up to three round trips delay the renewal, so that it falls between the round trips
+            // of the attempt.
             for _ in 0..round % 4 {
                 admin.inspect(&key).await.expect("the store answers");
             }
@@ -38,7 +40,7 @@ pub async fn assert_a_waiter_undoes_no_renewal(
         };
         let (attempt, renewed) = join!(waiting.try_acquire(&waiter), renew);
         match attempt.expect("the store answers") {
-            Attempt::Busy(busy) => assert!(busy.is_queued, "the waiter has no place"),
+            Attempt::Busy(busy) => assert!(busy.is_queued, "the waiter is not queued"),
             other => panic!("the key is held: {other:?}"),
         }
         assert!(matches!(renewed, Ok(Renewal::Renewed(left)) if left > short), "{renewed:?}");

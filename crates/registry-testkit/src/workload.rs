@@ -168,18 +168,18 @@ impl Workload {
         });
         let mut workers = JoinSet::new();
         let stop = watch::Sender::new(false);
-        let client = |client: usize, role: usize, key: &str| WorkloadClient {
+        let client = |number: usize, role: usize, key: &str| WorkloadClient {
             state: Arc::clone(&state),
-            number: u32::try_from(client % registries.len() * REGISTRY_CLIENTS as usize + role)
+            number: u32::try_from(number % registries.len() * REGISTRY_CLIENTS as usize + role)
                 .unwrap_or(u32::MAX),
-            lock: registries[client % registries.len()].obtain(key),
+            lock: registries[number % registries.len()].obtain(key),
             stop: stop.subscribe(),
         };
         // The waiters for the permanently held keys start only once each key has its holder.
         for (role, key) in state.options.steady.iter().enumerate() {
             workers.spawn(client(role, 50 + role, key).hold_repeatedly());
         }
-        state.granted(&state.options.steady, 1).await;
+        state.wait_for_grants(&state.options.steady, 1).await;
         for (role, key) in state.options.steady.iter().enumerate() {
             workers.spawn(
                 client(role + 1, 50 + role, key).contend_repeatedly(Duration::from_millis(100)),
@@ -195,7 +195,7 @@ impl Workload {
                 }
             }
         }
-        state.granted(&state.options.contested, 1).await;
+        state.wait_for_grants(&state.options.contested, 1).await;
         Self { state, registries, workers, stop }
     }
 
@@ -225,7 +225,7 @@ impl Workload {
     /// # Panics
     /// Panics with the last errors if the grants do not occur in time.
     pub async fn wait_for_progress_of(&self, keys: &[String]) {
-        self.state.granted(keys, 3).await;
+        self.state.wait_for_grants(keys, 3).await;
     }
 
     /// Waits until all permanent holders hold their keys.
@@ -349,7 +349,7 @@ const VERIFIER: u32 = 9_999;
 
 impl SharedState {
     /// Waits until each of `keys` has been granted `times` more times.
-    async fn granted(&self, keys: &[String], times: u64) {
+    async fn wait_for_grants(&self, keys: &[String], times: u64) {
         let mut granted = self.granted.subscribe();
         let before = granted.borrow().clone();
         let count = |counts: &BTreeMap<String, u64>, key| counts.get(key).copied().unwrap_or(0);

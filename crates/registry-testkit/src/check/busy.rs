@@ -18,9 +18,10 @@ use super::violation::{Describer, Promise, Violation};
 /// release, and an acquisition with an unknown outcome, may last forever. The check therefore finds
 /// false answers only in periods without such holds.
 ///
-/// Holds that are compatible with the attempt are no reason, unless they are permits. On a key with
-/// attempts of several modes, a writer that waits has a place in the store, which can outlive its
-/// call. There, each earlier attempt of a mode that excludes this one is a reason.
+/// A hold that is compatible with the attempt does not explain a "busy" answer, unless both are
+/// permits. On a key with modes other than exclusive, the store records a waiting writer, and this
+/// record can outlive the writer's call. On such a key, an earlier "busy" attempt of a mode that
+/// can delay this one also explains the answer.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
@@ -57,9 +58,9 @@ fn judge(
         let (grants, unknown) = (grants.get(key).unwrap_or(&none), unknown.get(key));
         let unknown = unknown.map_or(&[][..], Vec::as_slice);
         let modes = grants.iter().map(|it| it.mode).chain(attempts.iter().map(|it| it.mode));
-        let has_places = modes.into_iter().any(|mode| mode != ClaimMode::Exclusive);
-        let has_place = |other: &RecordedAttempt, attempt: &RecordedAttempt| {
-            has_places
+        let records_waiters = modes.into_iter().any(|mode| mode != ClaimMode::Exclusive);
+        let may_be_recorded = |other: &RecordedAttempt, attempt: &RecordedAttempt| {
+            records_waiters
                 && !std::ptr::eq(other, attempt)
                 && other.window.from <= attempt.window.to
                 && may_delay(other.mode, attempt.mode)
@@ -77,7 +78,7 @@ fn judge(
             let reason = called.checked_sub(1).map(|last| holds[last].to);
             if reason.is_none_or(|latest| latest < attempt.window.from)
                 && !is_excused(&attempts, attempt)
-                && !attempts.iter().any(|other| has_place(other, attempt))
+                && !attempts.iter().any(|other| may_be_recorded(other, attempt))
             {
                 return Err(violation(history, attempt));
             }
@@ -111,7 +112,7 @@ fn windows_by_start(
 
 fn possibly_held(grant: &RecordedGrant) -> Window {
     match grant.release {
-        Some(release) if release.ending == ReleaseResult::Freed => {
+        Some(release) if release.result == ReleaseResult::Freed => {
             Window::new(grant.acquire.from, release.window.to)
         }
         _ => Window::open(grant.acquire.from),

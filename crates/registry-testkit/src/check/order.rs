@@ -1,8 +1,8 @@
 //! The main check: the holders of a key that exclude each other follow each other in the order of
 //! their tokens. It ignores leases.
 //!
-//! The grants of a lock are numbered. In every linearization of a history, a grant whose mode
-//! excludes that of a grant with a smaller token begins after the end of that one. Compatible
+//! The grants of a lock are numbered by their tokens. In every linearization of a history, a grant
+//! begins after the end of each grant that has a smaller token and an excluding mode. Compatible
 //! grants may begin and end in any order. The order of all steps that matter is therefore fixed,
 //! and no search is necessary. One sweep places each step as early as its window and its
 //! predecessors allow. If a step then falls after the end of its own window, the history has no
@@ -21,12 +21,14 @@ use super::phases::{Phase, excludes, phases};
 use super::validity::check_units_in_use;
 use super::violation::{Describer, Promise, Violation};
 
-/// Checks that the holders of each key that exclude each other follow each other in the order of
-/// their tokens, that no token is issued twice, that an upgrade takes a larger token and a
-/// downgrade keeps its token, and that the units of permits fit. Returns the number of judged
-/// grants: those with a token.
+/// Checks the tokens of each key, and returns the number of judged grants: those with a token.
 ///
-/// A release that freed the lock proves that it was held until then, and a conversion that was
+/// - The holders that exclude each other follow each other in the order of their tokens.
+/// - No token is issued twice.
+/// - An upgrade takes a larger token, and a downgrade keeps its token.
+/// - The permits never take more units than the key has.
+///
+/// A release that freed the lock proves that the lock was held until then. A conversion that was
 /// granted proves the same. All other holds may have ended at any time after their grant, by expiry
 /// or by a release whose reply was lost. Acquisitions and conversions with an unknown outcome are
 /// ignored, because they may have taken effect after all other operations.
@@ -99,12 +101,12 @@ struct OrderStep<'a> {
 /// The earliest time of a step, and the step whose window determines it.
 type Earliest<'a> = (u64, OrderStep<'a>);
 
-/// What the phases with smaller tokens mean for the next one.
+/// The constraints that the phases with smaller tokens set for the next phase.
 #[derive(Default)]
 struct Before<'a> {
     /// The latest of the earliest ends, by mode.
     ends: Vec<(ClaimMode, Earliest<'a>)>,
-    /// The phases that end by a conversion, with their begins, until that conversion is placed.
+    /// The phases that end by a conversion, with their starts, until that conversion is placed.
     unfinished: Vec<(Phase<'a>, Earliest<'a>)>,
 }
 
@@ -179,7 +181,7 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
 /// the acquisition to the call of the release, if it freed the permit.
 fn check_confirmed_units(history: &History, grants: &[&RecordedGrant]) -> Result<(), Violation> {
     let confirmed = |grant: &RecordedGrant| {
-        let release = grant.release.filter(|release| release.ending == ReleaseResult::Freed)?;
+        let release = grant.release.filter(|release| release.result == ReleaseResult::Freed)?;
         let (from, to) = (grant.acquire.to, release.window.from);
         (grant.mode.units() > 0 && from < to).then_some((from, to))
     };

@@ -13,8 +13,8 @@ pub(super) struct Phase<'a> {
     pub(super) token: Option<u64>,
     /// The acquisition, or the conversion to this mode.
     pub(super) begin: Window,
-    /// The conversion to the next mode, or the release that freed the lock. Without an end if it is
-    /// unknown when the phase ended.
+    /// The conversion to the next mode, or the release that freed the lock. An open window if the
+    /// end of the phase is unknown.
     pub(super) end: Window,
     /// Whether a conversion began this phase.
     pub(super) is_converted: bool,
@@ -22,9 +22,9 @@ pub(super) struct Phase<'a> {
     pub(super) next: Option<ClaimMode>,
 }
 
-/// Returns the phases of a grant. Conversions that were not granted begin none.
+/// Returns the phases of a grant. A conversion that was not granted begins no phase.
 pub(super) fn phases(grant: &RecordedGrant) -> Vec<Phase<'_>> {
-    let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
+    let freed = grant.release.filter(|release| release.result == ReleaseResult::Freed);
     let end = freed.map_or_else(|| Window::open(grant.acquire.from), |release| release.window);
     let phase = |mode, token, begin, is_converted| Phase {
         grant,
@@ -37,7 +37,7 @@ pub(super) fn phases(grant: &RecordedGrant) -> Vec<Phase<'_>> {
     };
     let mut phases = vec![phase(grant.mode, grant.token, grant.acquire, false)];
     for conversion in &grant.conversions {
-        let ConversionResult::Granted(token) = conversion.ending else { continue };
+        let ConversionResult::Granted(token) = conversion.result else { continue };
         if let Some(before) = phases.last_mut() {
             before.end = conversion.window;
             before.next = Some(conversion.mode);
@@ -66,10 +66,11 @@ impl Phase<'_> {
         Window::new(from, to)
     }
 
-    /// Returns the end of the guard that has no further mode.
+    /// Returns the end of the last phase: the earliest of the release, the loss, the expiry, and a
+    /// conversion with an unknown outcome.
     fn valid_until(&self) -> u64 {
         let RecordedGrant { release, lost, valid_until, conversions, .. } = self.grant;
-        let unknown = conversions.iter().find(|it| it.ending == ConversionResult::Unknown);
+        let unknown = conversions.iter().find(|it| it.result == ConversionResult::Unknown);
         let released = release.map(|release| release.window.from);
         let ends = [released, *lost, *valid_until, unknown.map(|it| it.window.from)];
         ends.into_iter().flatten().min().unwrap_or(u64::MAX)

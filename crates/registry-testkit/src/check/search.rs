@@ -36,9 +36,10 @@ pub enum SearchResult {
     },
 }
 
-/// Searches for a linearization in which the locks of `history` know their owners and modes, issue
-/// larger tokens than to all earlier holders that exclude the new one, and never issue one twice.
-/// The time can grow exponentially with the number of overlapping operations: keep histories short.
+/// Searches for a linearization of `history` for a model of a lock. The lock knows its owners and
+/// their modes. A new token is larger than the tokens of all earlier holders that exclude the new
+/// holder, and no token is issued twice. The time can grow exponentially with the number of
+/// overlapping operations, so keep histories short.
 ///
 /// The search judges the same grants as [`token_order`](super::token_order), and also grants
 /// without tokens, for which it checks only mutual exclusion and units.
@@ -78,12 +79,12 @@ fn operations(
         let step = ModelStep::Acquire { hold, mode, token };
         operations.push(operation(client, acquire, step));
         for conversion in &grant.conversions {
-            if let ConversionResult::Granted(token) = conversion.ending {
+            if let ConversionResult::Granted(token) = conversion.result {
                 let step = ModelStep::Convert { hold, mode: conversion.mode, token };
                 operations.push(operation(client, conversion.window, step));
             }
         }
-        let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
+        let freed = grant.release.filter(|release| release.result == ReleaseResult::Freed);
         let end = freed.map_or_else(|| Window::open(acquire.from), |release| release.window);
         operations.push(operation(client, end, ModelStep::End { hold }));
     }
@@ -117,9 +118,10 @@ struct LockModel;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 struct LockState {
-    /// By hold.
+    /// The mode and the token of each hold.
     holders: BTreeMap<usize, (ClaimMode, Option<u64>)>,
-    /// The newest token of each mode: exclusive, shared, upgradable, and permits by all units.
+    /// The newest token of each mode: `(0, 0)` exclusive, `(1, 0)` shared, `(2, 0)` upgradable,
+    /// `(3, N)` permits of N units.
     newest: BTreeMap<(u8, u32), u64>,
 }
 
@@ -131,7 +133,7 @@ enum ModelStep {
 }
 
 impl LockState {
-    /// Adds a holder. Returns whether the lock could grant this.
+    /// Adds a holder. Returns whether the lock could grant the claim.
     fn grant(&mut self, hold: usize, mode: ClaimMode, token: Option<u64>) -> bool {
         let fits = self.holders.values().all(|(held, _)| held.is_compatible(mode));
         let taken: u64 = self.holders.values().map(|(held, _)| u64::from(held.units())).sum();

@@ -53,7 +53,8 @@ pub fn validity(history: &History) -> Result<usize, Violation> {
     Ok(history.grants.len())
 }
 
-/// Checks that the permits among `held`, which includes `newest`, fit at this time.
+/// Checks that the permits in `held`, which includes `newest`, take at most the units of the key.
+/// The error text names the time `at`.
 pub(super) fn check_units_in_use<'a>(
     history: &History,
     newest: &Phase<'_>,

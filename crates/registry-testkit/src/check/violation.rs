@@ -110,7 +110,7 @@ impl Describer {
         }
         text += &format!(" ({})", self.window(grant.acquire));
         for conversion in &grant.conversions {
-            text += &match conversion.ending {
+            text += &match conversion.result {
                 ConversionResult::Granted(new) => {
                     format!(", made it {} with {}", conversion.mode, token(new))
                 }
@@ -130,7 +130,7 @@ impl Describer {
         match &grant.release {
             None => text += ", never released",
             Some(release) => {
-                text += match release.ending {
+                text += match release.result {
                     ReleaseResult::Freed => ", released",
                     ReleaseResult::NotHeld => ", released after its loss",
                     ReleaseResult::Unknown => ", released with an unknown outcome",

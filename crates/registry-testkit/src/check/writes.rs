@@ -69,7 +69,7 @@ fn accepted(history: &History) -> impl Iterator<Item = &RecordedWrite> {
     history.writes.iter().filter(|write| write.answer == WriteResult::Accepted)
 }
 
-/// An operation that makes older tokens stale once it has answered.
+/// An operation after whose answer all older tokens are stale.
 #[derive(Clone, Copy)]
 enum Newer<'a> {
     Write(&'a RecordedWrite),
@@ -99,7 +99,8 @@ impl Newer<'_> {
     }
 }
 
-/// Returns the first write that began after an operation with a newer token had answered.
+/// Returns the first write that began after the answer of an operation with a newer token, and that
+/// operation.
 fn first_stale<'a>(
     writes: &mut [&'a RecordedWrite],
     mut newer: Vec<Newer<'a>>,

@@ -128,14 +128,14 @@ impl EtcdServer {
 
     /// Returns whether the server reports that it is healthy.
     pub async fn is_healthy(&self) -> bool {
-        let output_text = timeout(ANSWER_LIMIT, self.http_get("health")).await;
-        matches!(output_text, Ok(Ok(output_text)) if output_text.contains(r#""health":"true""#))
+        let response = timeout(ANSWER_LIMIT, self.http_get("health")).await;
+        matches!(response, Ok(Ok(response)) if response.contains(r#""health":"true""#))
     }
 
     /// Returns the metric `name`, summed over all lines that contain `label`.
     pub async fn metric(&self, name: &str, label: &str) -> io::Result<u64> {
-        let http_get = self.http_get("metrics").await?;
-        let lines = http_get.lines().filter(|line| line.starts_with(name) && line.contains(label));
+        let response = self.http_get("metrics").await?;
+        let lines = response.lines().filter(|line| line.starts_with(name) && line.contains(label));
         let metrics = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
         Ok(metrics.sum())
     }

@@ -65,7 +65,7 @@ pub struct RecordedConversion {
     /// The times of the call and of the answer.
     pub window: Window,
     /// The outcome.
-    pub ending: ConversionResult,
+    pub result: ConversionResult,
 }
 
 /// The outcome of a change of the mode.
@@ -90,7 +90,7 @@ pub struct RecordedRelease {
     /// The times of the call and of the answer.
     pub window: Window,
     /// The outcome.
-    pub ending: ReleaseResult,
+    pub result: ReleaseResult,
 }
 
 /// The outcome of a release.
@@ -250,26 +250,26 @@ impl PartialOperation {
     }
 
     fn add(&mut self, event: HistoryEvent) -> Result<(), InconsistentRecord> {
-        let write = self.write_token.is_some();
-        let held = matches!(self.answer, Some((_, HistoryEventKind::AcquireGranted { .. })));
-        let converted = self.conversions.last();
-        let converts = converted.is_some_and(|it| it.window.to == u64::MAX);
-        let has_guard = converted.is_none_or(|it| it.ending != ConversionResult::Unknown);
+        let is_write = self.write_token.is_some();
+        let is_granted = matches!(self.answer, Some((_, HistoryEventKind::AcquireGranted { .. })));
+        let conversion = self.conversions.last();
+        let is_converting = conversion.is_some_and(|it| it.window.to == u64::MAX);
+        let has_guard = conversion.is_none_or(|it| it.result != ConversionResult::Unknown);
         let is_consistent = match &event.what {
             HistoryEventKind::AcquireCalled { .. } | HistoryEventKind::WriteCalled { .. } => false,
             HistoryEventKind::AcquireGranted { .. }
             | HistoryEventKind::AcquireBusy
-            | HistoryEventKind::AcquireFailed => !write && self.answer.is_none(),
+            | HistoryEventKind::AcquireFailed => !is_write && self.answer.is_none(),
             HistoryEventKind::WriteAccepted
             | HistoryEventKind::WriteRejected
-            | HistoryEventKind::WriteFailed => write && self.answer.is_none(),
-            HistoryEventKind::ValidUntil { .. } | HistoryEventKind::Lost => held,
+            | HistoryEventKind::WriteFailed => is_write && self.answer.is_none(),
+            HistoryEventKind::ValidUntil { .. } | HistoryEventKind::Lost => is_granted,
             HistoryEventKind::ReleaseCalled | HistoryEventKind::ConvertCalled { .. } => {
-                held && has_guard && self.release_called.is_none()
+                is_granted && has_guard && self.release_called.is_none()
             }
             HistoryEventKind::ConvertGranted { .. }
             | HistoryEventKind::ConvertRefused
-            | HistoryEventKind::ConvertFailed => converts,
+            | HistoryEventKind::ConvertFailed => is_converting,
             HistoryEventKind::ReleaseFreed
             | HistoryEventKind::ReleaseNotHeld
             | HistoryEventKind::ReleaseFailed => {
@@ -287,10 +287,10 @@ impl PartialOperation {
             HistoryEventKind::ConvertCalled { mode } => self.conversions.push(RecordedConversion {
                 mode,
                 window: Window::open(event.at),
-                ending: ConversionResult::Unknown,
+                result: ConversionResult::Unknown,
             }),
             HistoryEventKind::ConvertGranted { token, valid_until } => {
-                // The guard before is gone, and with it what it said about its end.
+                // The conversion has replaced the guard, so the end of the old guard is void.
                 self.valid_until = valid_until;
                 self.convert(event.at, ConversionResult::Granted(token));
             }
@@ -318,10 +318,10 @@ impl PartialOperation {
         Ok(())
     }
 
-    fn convert(&mut self, at: u64, ending: ConversionResult) {
+    fn convert(&mut self, at: u64, result: ConversionResult) {
         if let Some(conversion) = self.conversions.last_mut() {
             conversion.window.to = at;
-            conversion.ending = ending;
+            conversion.result = result;
         }
     }
 
@@ -351,9 +351,9 @@ impl PartialOperation {
                     valid_until: self.valid_until,
                     lost: self.lost,
                     release: self.release_called.map(|called| {
-                        let (at, ending) =
+                        let (at, result) =
                             self.released.unwrap_or((u64::MAX, ReleaseResult::Unknown));
-                        RecordedRelease { window: Window::new(called, at), ending }
+                        RecordedRelease { window: Window::new(called, at), result }
                     }),
                 })
             }

@@ -1,5 +1,5 @@
-//! Tasks of a lock holder that compete for locks with those of other processes. What each of them
-//! acquired is in the recorded history.
+//! Tasks of a lock holder that compete for locks with tasks of other processes. The recorded
+//! history contains what each task acquired.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -59,7 +59,7 @@ pub enum CompetedLocks {
 }
 
 impl Competition {
-    /// Returns after all tasks have ended.
+    /// Runs the tasks, and returns after all of them have ended.
     pub(super) async fn run(
         self,
         registry: &Arc<dyn LockRegistry>,
@@ -72,7 +72,7 @@ impl Competition {
             let (competition, registry) = (self.clone(), Arc::clone(registry));
             tasks.spawn(async move {
                 while Instant::now() < end {
-                    match competition.section(&client, &*registry).await {
+                    match competition.critical_section(&client, &*registry).await {
                         // A lost lease is a recorded event and does not end the task.
                         Ok(()) | Err(LockError::Lost { .. }) => {}
                         Err(error) => return Err(error),
@@ -86,7 +86,7 @@ impl Competition {
     }
 
     /// Acquires, holds and releases the locks once.
-    async fn section(
+    async fn critical_section(
         &self,
         client: &RecordingClient,
         registry: &dyn LockRegistry,

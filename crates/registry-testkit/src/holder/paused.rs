@@ -1,4 +1,4 @@
-//! The promise that fencing tokens exist for, over two real processes.
+//! Verifies with two real processes that fencing tokens keep a paused holder from writing.
 
 use std::error::Error;
 use std::fmt::Display;

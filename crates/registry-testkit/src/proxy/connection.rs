@@ -102,7 +102,7 @@ struct ConnectionState {
     /// A request was carried, and no byte of its reply has arrived.
     awaits_reply: AtomicBool,
     client_done: Notify,
-    /// A stranded request.
+    /// A request that was withheld from the server.
     withheld: Mutex<Option<Vec<u8>>>,
 }
 
@@ -226,7 +226,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Queues, discards or strands the bytes that the sender sent.
+    /// Queues, discards or withholds the bytes that the sender sent.
     async fn receive(&mut self, mode: ProxyMode, bytes: &[u8]) -> Result<(), Cut> {
         if self.direction == Direction::Requests
             && self.shared.withhold_next.swap(false, Ordering::SeqCst)
@@ -312,11 +312,11 @@ impl<'a> Pump<'a> {
         while !self.queue.is_empty() {
             self.deliver_first().await?;
         }
-        let some = bytes.len().min(usize::try_from(self.bytes_left).unwrap_or(usize::MAX));
-        let (some, rest) = bytes.split_at(some);
-        self.deliver(some).await?;
+        let allowed = bytes.len().min(usize::try_from(self.bytes_left).unwrap_or(usize::MAX));
+        let (allowed, rest) = bytes.split_at(allowed);
+        self.deliver(allowed).await?;
         self.discard(rest);
-        self.bytes_left -= some.len() as u64;
+        self.bytes_left -= allowed.len() as u64;
         if self.bytes_left == 0 { Err(Cut::Close) } else { Ok(()) }
     }
 

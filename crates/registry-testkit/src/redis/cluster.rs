@@ -473,5 +473,5 @@ async fn execute(server: &RedisServer, words: &[&str]) -> io::Result<()> {
 
 async fn text(server: &RedisServer, words: &[&str]) -> io::Result<String> {
     let reply = server.send_command_args(words).await?.into_result()?;
-    reply.text().ok_or_else(|| not_yet(format!("{reply:?} is no text")))
+    reply.text().ok_or_else(|| not_yet(format!("{reply:?} is not text")))
 }

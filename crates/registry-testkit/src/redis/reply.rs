@@ -99,7 +99,7 @@ impl RedisReply {
     pub fn into_result(self) -> io::Result<Self> {
         match self {
             Self::Error(refusal) => Err(io::Error::other(refusal)),
-            granted => Ok(granted),
+            reply => Ok(reply),
         }
     }
 
@@ -111,7 +111,7 @@ impl RedisReply {
 }
 
 fn unexpected_reply(line: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("{line:?} begins no answer"))
+    io::Error::new(io::ErrorKind::InvalidData, format!("{line:?} is not the start of a reply"))
 }
 
 #[cfg(test)]

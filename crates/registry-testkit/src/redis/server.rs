@@ -92,24 +92,24 @@ impl RedisServer {
     fn lines(&self) -> Vec<Vec<String>> {
         let number = self.port().number().to_string();
         let pair = |name: &str, value: &str| vec![name.to_owned(), value.to_owned()];
-        let folder = |folder: &Path| folder.display().to_string();
+        let text = |path: &Path| path.display().to_string();
         let mut lines = vec![
             pair("bind", "127.0.0.1"),
             pair("daemonize", "no"),
-            pair("dir", &folder(self.folder())),
+            pair("dir", &text(self.folder())),
         ];
         match &self.options.tls {
             None => lines.push(pair("port", &number)),
             Some(tls) => lines.extend([
                 pair("port", "0"),
                 pair("tls-port", &number),
-                pair("tls-ca-cert-file", &folder(&tls.ca_file())),
-                pair("tls-cert-file", &folder(&tls.server_cert_file())),
-                pair("tls-key-file", &folder(&tls.server_key_file())),
+                pair("tls-ca-cert-file", &text(&tls.ca_file())),
+                pair("tls-cert-file", &text(&tls.server_cert_file())),
+                pair("tls-key-file", &text(&tls.server_key_file())),
                 pair("tls-auth-clients", "no"),
                 pair("tls-replication", "yes"),
                 pair("tls-cluster", "yes"),
-                pair("unixsocket", &folder(&self.unix_socket())),
+                pair("unixsocket", &text(&self.unix_socket())),
             ]),
         }
         lines.extend(self.options.login_lines());

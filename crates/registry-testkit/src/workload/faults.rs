@@ -13,7 +13,7 @@ use crate::proxy::{FaultProxy, ProxyMode};
 /// Shorter than a lease of the workloads with [`Workload::pause_briefly`].
 const BRIEF: Duration = Duration::from_millis(1_500);
 
-/// A renewal that all stores accept.
+/// The length of a lease extension that all stores accept.
 const RENEWAL: Duration = Duration::from_secs(5);
 
 impl Workload {

@@ -30,7 +30,7 @@ pub struct WorkloadOutcome {
     pub losses: Vec<RecordedLoss>,
     /// The errors that callers received.
     pub errors: Vec<String>,
-    /// The time that the newcomer took to acquire all keys, one after the other.
+    /// The time that the verifier took to acquire all keys after the workload, one after the other.
     pub acquired_after: Duration,
     pub(super) options: WorkloadOptions,
     pub(super) paused_keys: Vec<String>,
@@ -60,10 +60,10 @@ impl WorkloadOutcome {
     }
 
     /// Ignores busy answers in `windows`: a crash or a failover may undo a release. The lock is
-    /// then free at the end of its lease.
+    /// then free only at the end of its lease.
     #[must_use]
     pub fn without_busy_answers_in(mut self, windows: &[Window]) -> Self {
-        self.history.busy.retain(|busy| !windows.iter().any(|window| meet(&busy.window, window)));
+        self.history.busy.retain(|busy| !windows.iter().any(|w| intersect(&busy.window, w)));
         self
     }
 
@@ -93,14 +93,14 @@ impl WorkloadOutcome {
         let grants = self.history.grants.clone();
         for grant in &mut self.history.grants {
             let late_release =
-                grant.release.filter(|release| release.ending == ReleaseResult::NotHeld);
+                grant.release.filter(|release| release.result == ReleaseResult::NotHeld);
             let Some(lost) = grant.lost.or_else(|| Some(late_release?.window.from)) else {
                 continue;
             };
             let newer =
                 grants.iter().filter(|next| next.key == grant.key && next.token > grant.token);
             let next = newer.map(|next| next.acquire.to).min();
-            // At the end of its lease at the latest, however late the loss is reported.
+            // Even if the loss is reported later, a guard is not valid beyond its lease.
             let noticed = grant.valid_until.map_or(lost, |until| lost.min(until));
             if let Some(next) =
                 next.filter(|next| *next < noticed && noticed - next < LOSS_TOLERANCE)
@@ -145,9 +145,9 @@ impl WorkloadOutcome {
         for grant in &mut self.history.grants {
             let (called, end) = (grant.acquire.from, valid(grant).to);
             if let Some(release) = &mut grant.release
-                && windows.iter().any(|window| meet(&Window::new(called, end), window))
+                && windows.iter().any(|window| intersect(&Window::new(called, end), window))
             {
-                release.ending = ReleaseResult::Unknown;
+                release.result = ReleaseResult::Unknown;
             }
         }
         let overlaps = overlaps(&self.history);
@@ -253,7 +253,7 @@ fn registry_of(client: u32) -> u32 {
 }
 
 /// Returns whether two windows have a time in common.
-fn meet(one: &Window, other: &Window) -> bool {
+fn intersect(one: &Window, other: &Window) -> bool {
     one.from <= other.to && one.to >= other.from
 }
 

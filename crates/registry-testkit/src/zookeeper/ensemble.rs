@@ -36,19 +36,20 @@ impl MemberProxies {
         let [peers, votes] = ports;
         let (peers, votes) = (FaultProxy::start(peers.addr())?, FaultProxy::start(votes.addr())?);
         let link = Self { from, to, peers, votes };
-        if !link.has_votes() {
+        if !link.carries_votes() {
             link.votes.set_mode(ProxyMode::Refuse).await?;
         }
         Ok(link)
     }
 
-    fn has_votes(&self) -> bool {
+    /// Returns whether the election traffic uses the proxy `votes`.
+    fn carries_votes(&self) -> bool {
         self.from > self.to
     }
 
     async fn set_mode(&self, mode: ProxyMode) -> io::Result<()> {
         self.peers.set_mode(mode).await?;
-        if self.has_votes() {
+        if self.carries_votes() {
             self.votes.set_mode(mode).await?;
         }
         Ok(())
@@ -124,7 +125,7 @@ impl ZooKeeperEnsemble {
     /// `syncLimit`. The other members elect a new leader after their own `syncLimit`.
     ///
     /// # Panics
-    /// Panics if the members were not started [apart](Self::start_isolatable).
+    /// Panics if the ensemble was not started with [`start_isolatable`](Self::start_isolatable).
     pub async fn isolate(&self, member: usize) -> io::Result<()> {
         assert!(!self.links.is_empty(), "these members cannot be cut off");
         for link in self.links.iter().filter(|link| link.from == member || link.to == member) {

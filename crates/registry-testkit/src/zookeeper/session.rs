@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClientStats {
-    /// The session id, as nodes contain it as their owner.
+    /// The session id, which ephemeral nodes contain as their owner.
     pub session: i64,
     /// The number of packets received from the client: requests and pings.
     pub received: u64,
@@ -132,9 +132,9 @@ fn password(session: i64) -> [u8; 16] {
     const BITS: u64 = (1 << 48) - 1;
     let mut state = ((session ^ SECRET).cast_unsigned() ^ FACTOR) & BITS;
     let mut password = [0; 16];
-    for four in password.chunks_mut(4) {
+    for chunk in password.chunks_mut(4) {
         state = (state.wrapping_mul(FACTOR) + 0xB) & BITS;
-        four.copy_from_slice(&((state >> 16) as u32).to_le_bytes());
+        chunk.copy_from_slice(&((state >> 16) as u32).to_le_bytes());
     }
     password
 }
