@@ -128,8 +128,8 @@ fn page(store: &str, may_break: bool) -> Page {
 /// Refuses requests whose header `Host` is not a name of this server, and adds the headers that
 /// restrict browsers.
 ///
-/// Without the refusal, a page of an attacker's site could read all locks if the name of the
-/// attacker's site resolves to a loopback address (DNS rebinding).
+/// An attacker can make the name of a site resolve to a loopback address (DNS rebinding). Without
+/// the refusal, a page of that site could read all locks.
 async fn protect(
     State((server, policy)): State<(Arc<Server>, HeaderValue)>,
     request: Request,

@@ -42,7 +42,7 @@ pub(crate) struct WaitGraph {
 const SHOWN_WAITS_MAX: usize = 500;
 
 /// The approximate maximum number of waits that are examined. Each waiter of a key waits for each
-/// holder of the key, so 1,000 waiters and 1,000 holders of one key result in a million waits.
+/// holder of the key: 1,000 waiters and 1,000 holders result in a million waits.
 const EXAMINED_WAITS_MAX: usize = 100_000;
 
 /// A waiting claim, and the labels for which it waits.

@@ -177,8 +177,9 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
     Ok(())
 }
 
-/// Checks the units of all permits that were certainly held at the same time: from the answer of
-/// the acquisition to the call of the release, if it freed the permit.
+/// Checks the units of all permits that were certainly held at the same time. A permit whose
+/// release freed it was certainly held from the answer of its acquisition to the call of the
+/// release.
 fn check_confirmed_units(history: &History, grants: &[&RecordedGrant]) -> Result<(), Violation> {
     let confirmed = |grant: &RecordedGrant| {
         let release = grant.release.filter(|release| release.result == ReleaseResult::Freed)?;

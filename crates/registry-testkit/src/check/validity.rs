@@ -11,9 +11,9 @@ use super::by_key;
 use super::phases::{Phase, excludes, phases};
 use super::violation::{Describer, Promise, Violation};
 
-/// Checks that guards of one key whose modes exclude each other are never valid at the same time,
-/// and that the valid permits never take more units than the key has. Returns the number of judged
-/// guards.
+/// Checks that guards of one key are never valid at the same time if their modes exclude each
+/// other. Also checks that the valid permits never take more units than the key has. Returns the
+/// number of judged guards.
 ///
 /// A guard is valid from the time its caller receives it until its release, its loss or its expiry.
 /// This is what the holder believes. The check is stricter than the token order: it does not accept

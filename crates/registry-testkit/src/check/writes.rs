@@ -32,9 +32,9 @@ pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-/// Checks that no accepted write began after the grant of a newer token in a mode that excludes the
-/// writer's, for a resource that atomically verifies the lock with each write. Returns the number
-/// of judged writes: those that were accepted.
+/// Checks that a newer grant whose mode excludes the writer's prevents later writes. The resource
+/// must atomically verify the lock with each write. Returns the number of judged writes: those that
+/// were accepted.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].

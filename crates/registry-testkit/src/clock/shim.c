@@ -1,5 +1,5 @@
-/* Adds offsets to the clocks of the system: the file that CLOCKSHIM names contains two numbers of
- * nanoseconds, for the wall clock and for the monotonic clock. Loaded before all other libraries;
+/* Adds offsets to the clocks of the system. The file that CLOCKSHIM names contains two offsets in
+ * nanoseconds: for the wall clock and for the monotonic clock. Loaded before all other libraries;
  * see clock.rs.
  *
  * It calls the kernel directly and allocates no memory: resolving the functions of the C library

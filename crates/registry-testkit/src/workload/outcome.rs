@@ -83,8 +83,8 @@ impl WorkloadOutcome {
         self
     }
 
-    /// Asserts that all promises were kept, except that a holder may notice late that its lease was
-    /// ended by the store, possibly after the next grant. It must notice the loss within two
+    /// Asserts that all promises were kept, with one exception: a holder may notice late that the
+    /// store ended its lease, possibly after the next grant. It must notice the loss within two
     /// seconds of the next grant, or by its release. Tokens and fenced writes must be safe.
     ///
     /// # Panics

@@ -17,10 +17,12 @@ const SUCCESSOR: u32 = 7_000;
 /// The client number of the writes of the suspended process.
 const SUSPENDED: u32 = 7_001;
 
-/// Suspends `holder` three times, each time for longer than its lease. Proves that `successor`
-/// acquires the lock, that the suspended process notices the loss as soon as it resumes, and that
-/// it affects its successor by neither a write nor a release. Returns the events of `holder`, for
-/// [`Workload::end`].
+/// Suspends `holder` three times, each time for longer than its lease. Returns the events of
+/// `holder`, for [`Workload::end`]. Proves that:
+///
+/// - `successor` acquires the lock.
+/// - The suspended process notices the loss as soon as it resumes.
+/// - The suspended process affects its successor by neither a write nor a release.
 ///
 /// # Panics
 /// Panics if one of these promises is broken.
