@@ -82,7 +82,7 @@ async fn acquire_unobserved(
         let own_options = engine.claim_options(options, mode)?;
         let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
 
-        // 1. The local permit, among the callers of this process.
+        // 1. Wait for the local permit, for which the callers of this process compete.
         let admitted = admit(local_lock, owner.as_ref(), claim_options, deadline).await?;
         let permit = match admitted {
             Some(PermitOrGuard::LocalPermit(permit)) => permit,
@@ -93,13 +93,13 @@ async fn acquire_unobserved(
             }
         };
         if current_mode() != mode {
-            // The semaphore was resized. A permit of the old number would make those of the new
-            // number fail.
+            // The semaphore was resized during the wait. A claim that states the old number of
+            // units would make claims with the new number fail.
             continue;
         }
 
-        // 2. The claim in the store, among the processes. If the future is dropped, the claim is
-        //    released.
+        // 2. Send the claim to the store, where processes compete. If the future is dropped, the
+        //    claim is released.
         let acquisition = Acquisition { local_lock, engine, claim_options, started_at, deadline };
         match acquisition.run(permit, owner.clone()).await {
             // From here on, the lease renewer renews the claim, and dropping the guard releases it.
@@ -157,7 +157,7 @@ async fn try_acquire_all_unobserved(
     let started_at = Moment::now();
     let deadline = Some(started_at);
 
-    // 1. All local permits, without waiting. If one of them is not free, no request is sent.
+    // 1. Take all local permits, without waiting. If one of them is taken, no request is sent.
     let (mut acquisitions, mut pending) = (Vec::new(), Vec::new());
     for (index, local_lock) in local_locks.iter().enumerate() {
         match admit(local_lock, owner.as_ref(), claim_options, deadline).await? {
@@ -175,20 +175,20 @@ async fn try_acquire_all_unobserved(
         }
     }
 
-    // 2. The claims in the store.
+    // 2. Send the claims to the store.
     for (pending, (_, acquisition)) in pending.iter_mut().zip(&acquisitions) {
-        // The deadline is over, so this only cancels the pause.
-        _ = pending.contention().and_then(|it| acquisition.pause_end(it));
+        // The deadline has passed, so this call only cancels the pause.
+        _ = pending.contention().and_then(|it| acquisition.pause_end_or_skip(it));
     }
     if engine.is_closing() {
         return Err(LockError::Closed);
     }
     let is_sent = PendingClaim::send_all(&mut pending, engine).await;
-    let attempts = pending.into_iter().zip(acquisitions).map(|(pending, (index, acquisition))| {
+    let outcomes = pending.into_iter().zip(acquisitions).map(|(pending, (index, acquisition))| {
         let owner = owner.clone();
         async move {
-            let attempt = acquisition.attempt_in_batch(pending, is_sent, owner);
-            match attempt.await {
+            let outcome = acquisition.attempt_in_batch(pending, is_sent, owner);
+            match outcome.await {
                 // Acquires this key alone, with a new claim.
                 Err(AcquireFailure::Abandoned) => {
                     let acquired = acquire_unobserved(local_locks[index], || mode, options);
@@ -199,18 +199,18 @@ async fn try_acquire_all_unobserved(
                     )
                 }
                 Err(AcquireFailure::Failed(error)) => (index, Err(error)),
-                Ok(attempt) => {
-                    if matches!(attempt, KeyOutcome::Busy) {
+                Ok(outcome) => {
+                    if matches!(outcome, KeyOutcome::Busy) {
                         emit_gave_up(acquisition.local_lock, mode, started_at);
                     }
-                    (index, Ok(attempt))
+                    (index, Ok(outcome))
                 }
             }
         }
     });
     let (mut busy, mut retried, mut has_withheld) = (None, None, false);
-    for (index, attempt) in join_all(attempts).await {
-        match attempt? {
+    for (index, outcome) in join_all(outcomes).await {
+        match outcome? {
             KeyOutcome::Granted(guard) => guards.push(guard),
             KeyOutcome::Retried(guard) => {
                 guards.push(guard);
@@ -221,7 +221,8 @@ async fn try_acquire_all_unobserved(
         }
     }
     if has_withheld {
-        // The key that was busy may have been granted to the retry.
+        // Only one key was busy. If its attempt was abandoned, the retry may have acquired it
+        // since. The caller must then wait for this key and retry the others.
         busy = busy.or(retried);
     }
     if has_withheld && busy.is_none() {
@@ -237,8 +238,8 @@ enum PermitOrGuard {
     Guard(LockGuard),
 }
 
-/// Waits for the local permit, or for a guard of a claim of this process. Returns `None` if the
-/// deadline passed.
+/// Waits for the local permit, or for a guard of a claim that this process already has. Returns
+/// `None` if the deadline passed.
 async fn admit(
     local_lock: &Arc<LocalLock>,
     owner: Option<&Owner>,
@@ -279,7 +280,8 @@ async fn admit(
                 return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
             }
             Err(NotAdmitted::TimedOut(None)) => return Ok(None),
-            // The caller in front got an error, so it is unknown whether the lock is held.
+            // The caller with the local permit got a store error, so it is unknown whether the lock
+            // is held.
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
@@ -351,11 +353,11 @@ impl Acquisition<'_> {
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
         let mut pending = self.pending_claim(permit);
-        if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end(it)) {
+        if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end_or_skip(it)) {
             let first = FirstAttempt::At(pause_end);
             return Box::pin(self.retry(pending, first, owner)).await;
         }
-        self.send(pending, owner).await
+        self.run_without_pause(pending, owner).await
     }
 
     fn pending_claim(&self, permit: LocalPermit) -> PendingClaim {
@@ -371,7 +373,7 @@ impl Acquisition<'_> {
         owner: Option<Owner>,
     ) -> Result<KeyOutcome, AcquireFailure> {
         if !is_sent {
-            return self.send(pending, owner).await.map(KeyOutcome::from);
+            return self.run_without_pause(pending, owner).await.map(KeyOutcome::from);
         }
         let mut suspension = Suspension::new(
             self.engine.background.stall_detector(),
@@ -385,22 +387,22 @@ impl Acquisition<'_> {
             AttemptOutcome::Responded(_, Err(error)) if error.is_withheld() => {
                 Ok(KeyOutcome::Withheld)
             }
-            _ => self.receive(pending, Some(outcome), owner).await.map(KeyOutcome::from),
+            _ => self.guard_or_retry(pending, Some(outcome), owner).await.map(KeyOutcome::from),
         }
     }
 
-    async fn send(
+    async fn run_without_pause(
         self,
         mut pending: PendingClaim,
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
         self.check_open()?;
         let outcome = pending.send(self.engine).await;
-        self.receive(pending, outcome, owner).await
+        self.guard_or_retry(pending, outcome, owner).await
     }
 
     /// Returns the guard of a grant. Otherwise continues with [`retry`](Self::retry).
-    async fn receive(
+    async fn guard_or_retry(
         self,
         mut pending: PendingClaim,
         mut outcome: Option<AttemptOutcome>,
@@ -413,7 +415,7 @@ impl Acquisition<'_> {
                 Ok(grant) => return self.guard(grant, token, owner, 1).map(Some),
                 Err(late) => pending = *late,
             }
-            outcome = Some(AttemptOutcome::Responded(sent_at, Err(late_grant())));
+            outcome = Some(AttemptOutcome::Responded(sent_at, Err(late_grant_error())));
         }
         // Boxed, because the futures of all waits are large, and the caller's future would contain
         // them even where the store responds at once.
@@ -438,7 +440,7 @@ impl Acquisition<'_> {
         let mut holder_changed_at = Moment::now();
         let mut last_token = None;
         let mut registration = Registration::new(self.local_lock.engine(), pending.claim());
-        let mut sent = match first {
+        let mut first_outcome = match first {
             FirstAttempt::At(pause_end) => {
                 (pending, ()) = suspension.during(pending, self.pause(pause_end)).await?;
                 None
@@ -449,7 +451,7 @@ impl Acquisition<'_> {
         // With only "busy" responses and no deadline, a caller waits without limit, as requested.
         loop {
             attempts += 1;
-            let outcome = match sent.take() {
+            let outcome = match first_outcome.take() {
                 Some(outcome) => outcome,
                 None => {
                     self.check_open()?;
@@ -466,7 +468,7 @@ impl Acquisition<'_> {
                         Ok(grant) => return self.guard(grant, token, owner, attempts).map(Some),
                         Err(late) => pending = *late,
                     }
-                    late_grant()
+                    late_grant_error()
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
                     self.check_other_units(&busy)?;
@@ -484,7 +486,8 @@ impl Acquisition<'_> {
                         return Ok(None);
                     }
                     let token = busy.holder.as_ref().and_then(|holder| holder.token);
-                    // In a store with a queue, only the first claim is woken for a new holder.
+                    // A new holder restarts the growth of the interval between polls. In a store
+                    // with a queue it does not, because a release wakes only the first claim.
                     if token != last_token && !self.engine.capabilities.fair {
                         holder_changed_at = Moment::now();
                     }
@@ -510,7 +513,7 @@ impl Acquisition<'_> {
                     }
                     continue;
                 }
-                AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone(),
+                AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone_error(),
                 AttemptOutcome::Responded(_, Err(error)) => error,
                 AttemptOutcome::Unknown => self.engine.no_response_error(),
             };
@@ -546,7 +549,7 @@ impl Acquisition<'_> {
         Ok(guard)
     }
 
-    /// Fails if the permits that are held state other units.
+    /// Fails if the held permits state another number of units than this claim.
     fn check_other_units(&self, busy: &Busy) -> Result<(), AcquireFailure> {
         match (busy.other_units, self.claim_options.mode) {
             (Some(held), ClaimMode::Permits { of, .. }) => {
@@ -559,15 +562,16 @@ impl Acquisition<'_> {
 
     /// Fails if the registry is closing.
     ///
-    /// A [`PendingClaim`] is counted before this check. `close` sets its flag before it reads that
-    /// count. At least one of the two sees the other, so no request reaches a closed store.
+    /// A [`PendingClaim`] is counted before this check, and `close` sets its flag before it reads
+    /// that count. Either this check sees the flag, or `close` waits for the claim. No request
+    /// therefore reaches a closed store.
     fn check_open(&self) -> Result<(), AcquireFailure> {
         if self.engine.is_closing() { Err(LockError::Closed.into()) } else { Ok(()) }
     }
 
     /// Returns the end of the pause before the first attempt. Returns `None`, and cancels the
     /// pause, if the deadline comes first.
-    fn pause_end(&self, contention: &mut Contention) -> Option<Moment> {
+    fn pause_end_or_skip(&self, contention: &mut Contention) -> Option<Moment> {
         let end = contention.pause_end()?;
         if self.deadline_passed(end) {
             contention.skip_pause();
@@ -589,13 +593,14 @@ impl Acquisition<'_> {
         let engine = self.engine;
         let options = self.claim_options;
         let queueing = if self.deadline_passed(self.started_at) {
+            // The wait is zero, so no attempt follows a busy response.
             Queueing::Skip
         } else if engine.capabilities.fair || options.fair {
             Queueing::Join
         } else {
             Queueing::ExclusiveIntent
         };
-        let tokens = match options.mode {
+        let hand_overs_max = match options.mode {
             ClaimMode::Exclusive | ClaimMode::Shared => engine.defaults.hand_over_limits.max,
             _ => 0,
         };
@@ -603,7 +608,7 @@ impl Acquisition<'_> {
             .with_mode(options.mode)
             .with_label(options.label.clone())
             .with_queueing(queueing)
-            .with_token_block(tokens.saturating_add(1))
+            .with_token_block(hand_overs_max.saturating_add(1))
     }
 
     /// Waits before the next attempt after a store error, or returns the error.
@@ -629,8 +634,8 @@ impl Acquisition<'_> {
     }
 }
 
-/// Waits until the next attempt is due. `holder_changed_at` is the time of the last attempt
-/// that found a different holder than the attempt before it. Keeps the registration of the wait.
+/// Waits until the next attempt is due, and refreshes `registration` meanwhile. The interval
+/// between polls grows with the time since `holder_changed_at`.
 pub(crate) async fn wait_for_attempt(
     engine: &Engine,
     deadline: Option<Moment>,
@@ -640,35 +645,35 @@ pub(crate) async fn wait_for_attempt(
     registration: &mut Registration,
 ) -> Result<WokenBy, LockError> {
     let now = Moment::now();
-    let is_mutant = mutated(Mutant::WakeUpOnly);
+    let wake_ups_only = mutated(Mutant::WakeUpOnly);
     let lease_end = match busy.retry_after {
-        Some(left) if !is_mutant => now.after(left.saturating_add(DELAY_AFTER_LEASE_END)),
+        Some(left) if !wake_ups_only => now.after(left.saturating_add(DELAY_AFTER_LEASE_END)),
         _ => Moment::FUTURE,
     };
     // One last attempt is made at the deadline, so that a lock that became free in time is not
     // missed.
-    let mut last_attempt_at = lease_end.min(deadline.unwrap_or(Moment::FUTURE));
+    let mut latest_attempt_at = lease_end.min(deadline.unwrap_or(Moment::FUTURE));
     // The place in the queue lapses unless the attempt is repeated.
     if busy.is_queued && !engine.capabilities.fair {
-        last_attempt_at = last_attempt_at.min(now.after(claim.lease() / 3));
+        latest_attempt_at = latest_attempt_at.min(now.after(claim.lease() / 3));
     }
     // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
     // has about doubled, so a lost wake-up at most doubles the wait.
     let recheck_at = now
         .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
-        .min(last_attempt_at);
+        .min(latest_attempt_at);
     let wake = engine.backend.wait(&claim, &busy);
     tokio::pin!(wake);
     loop {
         registration.refresh();
         let now = Moment::now();
         let poll =
-            if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
+            if wake_ups_only { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
         tokio::select! {
             biased;
             () = engine.closing.wait() => return Err(LockError::Closed),
             () = &mut wake => return Ok(WokenBy::Store),
-            () = engine.sleep_until(poll.min(last_attempt_at)) => {}
+            () = engine.sleep_until(poll.min(latest_attempt_at)) => {}
         }
         if Moment::now() >= recheck_at || !busy.confirms_wake_ups(&claim) {
             return Ok(WokenBy::Timer);
@@ -676,17 +681,17 @@ pub(crate) async fn wait_for_attempt(
     }
 }
 
-/// Returns the error of a grant whose lease was over before the reply arrived.
+/// Returns the error for a grant whose lease was over before the response arrived.
 ///
 /// [`PendingClaim::confirm`] releases that claim. The next attempt has a claim with a new id, so
 /// that this release cannot end its grant.
-fn late_grant() -> BackendError {
+fn late_grant_error() -> BackendError {
     BackendError::transient(
         "the store's grant arrived after its lease was over; use a longer lease",
     )
 }
 
-fn unexpected_gone() -> BackendError {
+fn unexpected_gone_error() -> BackendError {
     let message = "the store treated a new claim as a conversion; report this bug";
     BackendError::new(BackendErrorKind::Protocol, message)
 }
@@ -709,8 +714,8 @@ impl Failures {
     ) -> Result<(), LockError> {
         let now = Moment::now();
         let since = *self.since.get_or_insert(now);
-        // Without a deadline, store errors are retried for the length of a lease. By then a
-        // failover is over, or it is an outage that the caller must learn of.
+        // Without a deadline, store errors are retried for the length of a lease. A failover
+        // usually takes less time. The caller must learn of a longer outage.
         let limit = deadline.unwrap_or_else(|| since.after(lease));
         if !error.is_retryable() || now >= limit {
             return Err(error);
@@ -775,7 +780,8 @@ impl WakeRateLimiter {
     }
 }
 
-/// Adds a random part of up to a quarter, so that waiters do not all poll at the same time.
+/// Lengthens `pause` at random by up to a quarter, so that waiters do not all poll at the same
+/// time.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(1.0 + fastrand::f64() / 4.0)
 }

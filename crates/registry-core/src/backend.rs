@@ -28,8 +28,8 @@ use crate::waiting_list::WaiterStore;
 /// This trait is the interface between backends and the engine. Applications do not call it. The
 /// conformance suite tests each clause.
 ///
-/// 1. A claim that is already granted is granted again, with the same token. The reply may have
-///    been lost.
+/// 1. A claim that is already granted is granted again, with the same token. The response to its
+///    first request may have been lost.
 /// 2. [`release`](Self::release) needs only the claim and may be repeated any number of times. It
 ///    never affects another claim's grant. If the release of a claim may have reached the store
 ///    before its acquire request, the engine repeats the release.
@@ -44,9 +44,10 @@ use crate::waiting_list::WaiterStore;
 ///    the key, and if the units of all permits fit. A claim of a mode that the store does not
 ///    [declare](Capabilities::supports) is never sent.
 /// 8. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
-///    is unknown, it returns an error, and the engine repeats the attempt and counts it: the first
-///    request may still reach the store after the release. If a connection broke while idle,
-///    [`BackendError::on_stale_connection`] makes the engine repeat the attempt without a pause.
+///    is unknown, it returns an error. The engine then repeats the attempt and counts the first
+///    one, because that request may still reach the store after the release. If a connection broke
+///    while idle, [`BackendError::on_stale_connection`] makes the engine repeat the attempt without
+///    a pause.
 ///
 /// A backend responds in bounded time where it can. After the operation time-out, the engine stops
 /// waiting and treats the outcome as unknown.
@@ -87,12 +88,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         0
     }
 
-    /// Tries to acquire the key for `claim`, without waiting for it.
+    /// Tries to acquire the key for `claim`, without waiting until the key is free.
     ///
     /// If `claim` is a [conversion](Claim::is_conversion), this changes the mode of the grant that
     /// the claim has. A conversion to a stronger mode returns a new token, a conversion to a weaker
     /// one the same token. A conversion never creates a grant: without one, the result is
-    /// [`Attempt::Gone`]. While an upgrade is busy, it blocks new shared claims for at most the
+    /// [`Attempt::Gone`]. A busy upgrade blocks new shared claims. This block ends at most one
     /// lease of the claim after its last attempt.
     ///
     /// The engine polls the future once before it sets a timer. A store that responds at its first
@@ -125,8 +126,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Ends the grant of `claim`, removes it from the store's queue, and wakes waiters.
     ///
     /// Here [`Claim::token_block`] is the number of reserved tokens that were used. The store may
-    /// grant the others again, and must do so if it would otherwise use more than one token per
-    /// microsecond.
+    /// reuse the unused tokens. It must reuse them if it would otherwise use more than one token
+    /// per microsecond.
     ///
     /// # Errors
     /// Only for store errors; if the claim holds nothing, the result is [`Release::NotHeld`].
@@ -138,9 +139,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Waits until the lock that was `busy` may be free. May return early or never, because the
     /// engine also polls. The default never returns.
     ///
-    /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] and
-    /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, it returns or stays
-    /// pending, and the next attempt returns the error.
+    /// This call must not miss a change since the `busy` response; [`Busy::mark`] and
+    /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, the future returns or
+    /// stays pending. The next attempt then returns the error.
     ///
     /// # Cancel safety
     /// Must be cancel safe. The future is dropped at any time, and another call may follow.
@@ -189,11 +190,11 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Closes connections. A registry calls this once when it is closed, after its releases have
-    /// responses or the time limit is over. A registry that is only dropped does not call it. The
-    /// default does nothing.
+    /// Closes connections. A registry calls this once when it is closed: after all its releases
+    /// have a response, or when the time limit of the close is over. A registry that is only
+    /// dropped does not call it. The default does nothing.
     ///
-    /// It returns no errors: claims that a failed close leaves end with their leases.
+    /// This returns no error. Claims that remain after a failed close end with their leases.
     ///
     /// # Cancel safety
     /// Need not be cancel safe.
@@ -210,10 +211,10 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 /// No method needs to be cancel safe, as in [`LockBackend`].
 #[async_trait]
 pub trait LockBatch: Send + Sync {
-    /// Tries to acquire the keys of all claims, without waiting for them. Grants all of them, or
-    /// changes nothing.
+    /// Tries to acquire the keys of all claims, without waiting until they are free. Grants all
+    /// claims, or changes nothing.
     ///
-    /// The claims are exclusive, skip the queue, are no conversions, and have different keys. All
+    /// The claims are exclusive, skip the queue, are not conversions, and have different keys. All
     /// have the same lease, label and number of tokens. If some of them are already granted, they
     /// keep their tokens, and the call grants the others.
     ///
@@ -244,7 +245,7 @@ pub enum BatchAttempt {
 ///
 /// The engine calls [`inspect`](Self::inspect), [`list`](Self::list) and
 /// [`force_release`](Self::force_release) only if the store declares [`Capabilities::inspect`]. It
-/// must then have all three. [`diagnose`](Self::diagnose) does not depend on that.
+/// must then implement all three. [`diagnose`](Self::diagnose) does not depend on this capability.
 ///
 /// # Cancel safety
 /// No method needs to be cancel safe, as in [`LockBackend`].
@@ -277,8 +278,8 @@ pub trait LockAdmin: Send + Sync {
         Ok(Release::NotHeld)
     }
 
-    /// Checks the store for problems, present or soon to come. An empty list means that none was
-    /// found; this is the default.
+    /// Checks the store for present problems and for problems to expect soon. Returns an empty list
+    /// if there are none. The default returns none.
     ///
     /// # Errors
     /// [`BackendError`] if the store cannot be reached.
@@ -361,8 +362,8 @@ impl Claim {
         self
     }
 
-    /// Returns the same conversion, of the grant with this first token. A conversion with another
-    /// token is late: the grant was upgraded since it was sent.
+    /// Returns the same conversion, restricted to the grant whose first token is `token`. If the
+    /// grant has another token, it was upgraded since this conversion was sent.
     #[must_use]
     pub fn of_grant(mut self, token: FencingToken) -> Self {
         self.converted_token = Some(token);
@@ -395,13 +396,13 @@ impl Claim {
         self.id
     }
 
-    /// Returns the length of a grant or renewal, on the store's clock.
+    /// Returns the length of the lease that a grant or renewal requests, on the store's clock.
     #[must_use]
     pub fn lease(&self) -> Duration {
         self.lease
     }
 
-    /// Returns which other claims may hold the key at the same time.
+    /// Returns the mode: which other claims may hold the key at the same time.
     #[must_use]
     pub fn mode(&self) -> ClaimMode {
         self.mode
@@ -414,9 +415,10 @@ impl Claim {
         self.conversion
     }
 
-    /// Returns the first token of the grant that the conversion is [of](Self::of_grant). A store
-    /// changes nothing if the grant has another token and another mode than the requested one:
-    /// after a later upgrade, a late request must not weaken it.
+    /// Returns the first token of the grant to which the conversion is
+    /// [restricted](Self::of_grant). A store changes nothing if the grant has neither this token
+    /// nor the requested mode. Otherwise, a late request could weaken a grant that was upgraded
+    /// since.
     #[must_use]
     pub fn converted_token(&self) -> Option<FencingToken> {
         self.converted_token
@@ -509,9 +511,9 @@ impl FromStr for ClaimId {
     }
 }
 
-/// The error of a text that is not the id of a claim.
+/// The error for a text that is not a claim id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a claim id; it has 32 hexadecimal digits")]
+#[error("not a claim id; a claim id has 32 hexadecimal digits")]
 #[non_exhaustive]
 pub struct InvalidClaimId;
 
@@ -577,7 +579,7 @@ pub enum Attempt {
 pub struct Grant {
     /// The first of the reserved tokens.
     pub token: FencingToken,
-    /// The length of the lease, from a time between request and reply.
+    /// The length of the lease, counted from a time between request and response.
     pub lease: Duration,
 }
 
@@ -594,15 +596,14 @@ impl Grant {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Busy {
-    /// The remaining time of the holder's lease. The engine attempts again when it is over. `None`
-    /// if the store does not report it.
+    /// The remaining time of the holder's lease, after which the engine sends the next attempt.
+    /// `None` if the store does not report this time.
     pub retry_after: Option<Duration>,
-    /// A holder, if the store reported it in the same reply.
+    /// A holder, if the store reported one in the same response.
     pub holder: Option<Holder>,
     /// The claim has a place in the store's queue, which a release must remove.
     pub is_queued: bool,
-    /// The units that the key has according to the permits that are held, if this is not the number
-    /// that the claim states.
+    /// The number of units that the held permits state, if the claim states another number.
     pub other_units: Option<u32>,
     /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
@@ -639,7 +640,7 @@ impl Busy {
         self
     }
 
-    /// Sets the units that the key has according to the permits that are held.
+    /// Sets the number of units that the held permits state.
     #[must_use]
     pub fn with_other_units(mut self, units: u32) -> Self {
         self.other_units = Some(units);
@@ -653,8 +654,8 @@ impl Busy {
         self
     }
 
-    /// Sets the check whether wake-ups arrive, which lets the engine poll less often. The default
-    /// is no check. A backend that wraps another one and does not forward
+    /// Sets the check whether wake-ups arrive. With this check, the engine polls less often. The
+    /// default is no check. A backend that wraps another one and does not forward
     /// [`wait`](LockBackend::wait) must [remove](Self::without_wake_check) it.
     #[must_use]
     pub fn with_wake_check(mut self, check: Arc<dyn WakeCheck>) -> Self {
@@ -721,7 +722,7 @@ impl Eq for WakeCheckRef {}
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[expect(clippy::exhaustive_enums, reason = "a grant is renewed or has ended")]
 pub enum Renewal {
-    /// The lease lasts at least this long from now.
+    /// The lease lasts at least this long, counted from a time between request and response.
     Renewed(Duration),
     /// The claim does not hold the key any more.
     Gone,

@@ -1,5 +1,5 @@
 //! The background releaser: completes jobs whose caller is gone, such as releases. A job is a
-//! future, and this module knows nothing about locks.
+//! future that this module only polls.
 //!
 //! Submitting a job sends the job to a channel. Sending does not block, spawn or panic, with or
 //! without a runtime. A runtime that shuts down drops the jobs. The `Drop` of a job passes on the
@@ -76,7 +76,7 @@ impl BackgroundReleaser {
         &self.0.stall_detector
     }
 
-    /// Returns whether a runtime runs the task.
+    /// Returns whether a runtime runs the task of this releaser.
     pub(crate) fn is_running(&self) -> bool {
         !self.0.jobs.is_closed()
     }

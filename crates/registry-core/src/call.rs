@@ -29,7 +29,7 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 /// Splits a call for several claims into `parts` calls, one for each claim. Each part
 /// drives the whole call, so one part completes even if the others are dropped.
 ///
-/// `missing` is the response for a claim that the backend has not answered.
+/// `missing` returns the response for a claim that has none in the backend's result.
 pub(crate) fn split<T>(
     call: impl Future<Output = Vec<T>> + Send + 'static,
     parts: usize,
@@ -167,7 +167,7 @@ impl<T: Send + 'static> Future for Call<T> {
             return Poll::Pending;
         }
         let Some(future) = self.future.as_mut() else {
-            // The call is complete. A fused future may then return `Pending`.
+            // The call is complete. Like a fused future, it stays pending.
             return Poll::Pending;
         };
         let response = std::task::ready!(future.as_mut().poll(cx));

@@ -1,12 +1,12 @@
-//! The functions and promises of a store, as data. Callers can require them, `doctor` prints them,
-//! and tests are selected by them.
+//! The functions and promises of a store, as data. Callers can require capabilities, `doctor`
+//! prints them, and they select the tests of a store.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::mode::ClaimMode;
 
-/// Which faults a store survives with one holder per lock and with safe fenced writes.
+/// Under which faults a store keeps its two promises: one holder per lock, and safe fenced writes.
 ///
 /// The classes are ordered: `Durable` promises most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -17,10 +17,11 @@ pub enum GuaranteeClass {
     /// The store grants every claim and excludes no other client. Only the pass-through store has
     /// this class.
     None,
-    /// One holder as long as no failover, data loss or jump of the store's clock happens; fenced
-    /// writes are safe as long as the tokens survive.
+    /// There is one holder as long as no failover, data loss or jump of the store's clock happens.
+    /// Fenced writes are safe as long as the tokens survive.
     BestEffort,
-    /// One holder, and fenced writes are safe, as long as the store's data and wall clock survive.
+    /// There is one holder and fenced writes are safe, as long as the store's data and wall clock
+    /// survive.
     Volatile,
     /// Fenced writes are safe under every fault that the store's data survives. There is one holder
     /// as long as clocks run at about the same *rate*.
@@ -38,7 +39,7 @@ impl fmt::Display for GuaranteeClass {
     }
 }
 
-/// Where the callers are that a lock of this store excludes.
+/// Which callers a lock of this store excludes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
@@ -74,7 +75,7 @@ pub struct Capabilities {
     pub store: &'static str,
     /// The guarantee class.
     pub class: GuaranteeClass,
-    /// Where the callers are that a lock excludes.
+    /// Which callers a lock excludes.
     pub reach: Reach,
     /// The [`FencingToken`](crate::FencingToken) of each grant is larger than those of all earlier
     /// grants of the key, by any client. If false, tokens of different processes are not
@@ -115,8 +116,8 @@ pub struct Capabilities {
     pub lease_min: Duration,
     /// The longest lease that the store accepts.
     pub lease_max: Duration,
-    /// How the engine renews claims. The engine reads it again at each grant and before each round
-    /// of renewals. All other values are read once, when a registry is built.
+    /// How the engine renews claims. The engine reads this policy again at each grant and before
+    /// each round of renewals. All other values are read once, when a registry is built.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub renewal: RenewalPolicy,
 }
@@ -236,7 +237,8 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`fair_on_request`](Self::fair_on_request): a claim can keep a place in the store.
+    /// Sets [`fair_on_request`](Self::fair_on_request): a waiting claim can keep a place in a queue
+    /// in the store.
     #[must_use]
     pub const fn with_fair_on_request(mut self) -> Self {
         self.fair_on_request = true;

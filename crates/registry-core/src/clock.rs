@@ -2,9 +2,9 @@
 //!
 //! `Instant` does not advance while a machine is suspended, so a resumed holder would still trust
 //! an expired lease. On Linux and Android, the suspended time is the difference between the
-//! kernel's clocks `CLOCK_BOOTTIME` and `CLOCK_MONOTONIC`. On other systems, it counts as zero. The
-//! engine's clock adds it to tokio's clock, and thus still follows tokio's paused time in tests.
-//! This module reads no wall clock.
+//! kernel's clocks `CLOCK_BOOTTIME` and `CLOCK_MONOTONIC`. On other systems, the suspended time
+//! counts as zero. The engine's clock is the sum of tokio's clock and this time, so in tests it
+//! follows tokio's paused time. This module reads no wall clock.
 
 use std::future::poll_fn;
 use std::mem;
@@ -36,7 +36,7 @@ pub(crate) async fn sleep(span: Duration) {
 /// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
 /// This clock follows tokio's clock, including paused time in tests. It also counts the time for
-/// which the host is suspended. A backend uses a `Moment` for the time after which it must not rely
+/// which the host is suspended. A backend uses a `Moment` as the time after which it must not rely
 /// on an earlier response.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
@@ -65,7 +65,7 @@ impl Moment {
 
     /// Returns the current time. Checks for a new suspension only if `recent`, a result of
     /// [`now`](Self::now), is at least 1 ms ago.
-    pub(crate) fn now_after(recent: Self) -> Self {
+    pub(crate) fn now_reusing_check_of(recent: Self) -> Self {
         let now = Self::now_coarse();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
     }

@@ -4,7 +4,8 @@
 //! `lock-registry` adds the sources (URL, file, environment, command line), their precedence, and
 //! suggestions for misspelt names. The tables in the book are generated from the rows.
 
-// This file contains the rows. `value` parses values, and `url` parses store URLs.
+// This file contains the rows. `value` parses values, `url` parses store URLs, and `pem` reads
+// certificates and keys.
 
 mod pem;
 mod url;
@@ -373,7 +374,7 @@ impl OptionRow {
         match self.values {
             Values::Choice { names, .. } if !names.contains(&value) => {
                 let supported = self.describe_supported(scheme);
-                return Err(InvalidValue::new(format!("has another value; {supported}")));
+                return Err(InvalidValue::new(format!("has an unsupported value; {supported}")));
             }
             _ => self.check_syntax(value)?,
         }
@@ -458,7 +459,7 @@ impl OptionRow {
     }
 }
 
-/// The minimum of all times that are sent to servers, which often treat zero as no limit.
+/// The minimum of each time that is sent to a server. Servers often treat zero as no limit.
 pub const SERVER_TIME_MIN: Duration = Duration::from_millis(10);
 /// The maximum of times without another limit.
 pub const TIME_MAX: Duration = Duration::from_secs(366 * DAY.as_secs());

@@ -127,8 +127,8 @@ impl Conversion {
         self.hold.as_ref().expect("the hold is here until the conversion ends")
     }
 
-    /// Returns the guard without a conversion.
-    fn undo(mut self) -> LockGuard {
+    /// Ends this conversion without a change, and returns the guard.
+    fn into_guard(mut self) -> LockGuard {
         let hold = self.hold.take().expect("the hold is here until the conversion ends");
         hold.resume_guards();
         LockGuard::new(hold)
@@ -140,10 +140,11 @@ impl Conversion {
     ) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
         let engine = Arc::clone(grant.engine());
-        let claim = grant.claim_to_renew().converted_to(self.to).of_grant(grant.first_token());
+        let claim =
+            grant.claim_with_current_lease().converted_to(self.to).of_grant(grant.first_token());
         let key = claim.key().clone();
         let mut failures = 0;
-        let waits_since = Moment::now();
+        let waiting_since = Moment::now();
         let mut registration = Registration::new(&engine, &claim);
         // Ends with the conversion, at the deadline, with a permanent error, or with the lease.
         loop {
@@ -158,13 +159,13 @@ impl Conversion {
                 Ok(Attempt::Granted(granted)) => {
                     let converted = grant.convert(claim, granted, sent_at, epoch);
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
-                    let before = self.hold.take().expect("the hold is here until now");
+                    let old_hold = self.hold.take().expect("the hold is here until now");
                     // After a hand-over, the token of the hold is not the first of its grant.
                     let keeps_token = granted.token == grant.first_token();
-                    let token = if keeps_token { before.token() } else { granted.token };
-                    let guard = Hold::first_guard(converted, token, before.owner().cloned());
+                    let token = if keeps_token { old_hold.token() } else { granted.token };
+                    let guard = Hold::first_guard(converted, token, old_hold.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
-                    before.end_by_conversion(guard.hold());
+                    old_hold.end_by_conversion(guard.hold());
                     engine.emit(|| LockEvent::Converted {
                         key: key.as_str(),
                         from: grant.claim().mode(),
@@ -183,7 +184,7 @@ impl Conversion {
                         deadline,
                         claim.clone(),
                         busy,
-                        waits_since,
+                        waiting_since,
                         &mut registration,
                     );
                     tokio::select! {
@@ -195,8 +196,8 @@ impl Conversion {
                 }
                 Ok(Attempt::Gone) => {
                     grant.lose(LostReason::Gone);
-                    // A late request of an earlier upgrade may have converted the grant. The grant
-                    // then still exists in the store.
+                    // A late request of an earlier upgrade may have converted the grant. If so, the
+                    // grant still exists in the store and must be released.
                     let claim = grant.claim_to_release();
                     release_in_background(PendingRelease::new(engine, claim));
                     return Err(lost_error(&key, LostReason::Gone));
@@ -218,18 +219,18 @@ impl Conversion {
         }
     }
 
-    /// Withdraws the upgrade in the store, so that it blocks no new readers. Returns the guard
-    /// unchanged.
+    /// Withdraws the waiting upgrade in the store, so that it no longer blocks new readers. Returns
+    /// the unchanged guard in the inner error.
     async fn withdraw_upgrade(self) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
         let engine = grant.engine();
-        let claim = grant.claim_to_renew();
+        let claim = grant.claim_with_current_lease();
         let same_mode = claim.clone().converted_to(claim.mode()).of_grant(grant.first_token());
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(same_mode);
         drop(call.response_within_despite_stall(limit, grant.lease_length()).await);
-        Ok(Err(self.undo()))
+        Ok(Err(self.into_guard()))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The state that all locks of one registry share: store, defaults, schedule of renewals,
+//! The state that all locks of one registry share: backend, defaults, schedule of renewals,
 //! background releaser, observers.
 
 use std::fmt;
@@ -59,8 +59,7 @@ pub(crate) struct Engine {
     pub(crate) lost_claims: AtomicUsize,
     /// The number of claims that could not be released and therefore end with their leases.
     pub(crate) left_to_lease: AtomicUsize,
-    /// The number of `left_to_lease` claims that were active grants until their holders released
-    /// them.
+    /// The number of failed releases of active grants. `left_to_lease` counts these claims too.
     pub(crate) failed_releases: AtomicUsize,
     pub(crate) shared_backend: Arc<SharedBackendEntry>,
 }
@@ -132,7 +131,8 @@ impl Engine {
         self.defaults.waiters && waiters && !fair
     }
 
-    /// Returns the claims that wait for `key`, or for any key, the longest wait first.
+    /// Returns the claims that wait for `key`, or for any key, sorted by key. For each key, the
+    /// longest wait is first.
     pub(crate) async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, LockError> {
         if !self.capabilities.waiters || self.backend.waiters().is_none() {
             let store = self.capabilities.store;
@@ -161,14 +161,14 @@ impl Engine {
         if let Some(memory) = &self.memory {
             return Ok(Ok(memory.release(claim)));
         }
-        first_poll(self.releasing(claim)).await
+        first_poll(self.release_future(claim)).await
     }
 
     pub(crate) fn release(&self, claim: &Claim) -> Call<Result<Release, BackendError>> {
-        self.call(self.releasing(claim))
+        self.call(self.release_future(claim))
     }
 
-    fn releasing(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
+    fn release_future(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
         let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
         Box::pin(async move { backend.release(&claim).await })
     }
@@ -188,7 +188,8 @@ impl Engine {
 
     /// Returns the store's [`verify_after`](crate::RenewalPolicy::verify_after).
     pub(crate) fn verify_after(&self) -> Option<Duration> {
-        // Called before the grant has a guard: a panic of the backend here would leak the claim.
+        // Called before the grant has a guard: a panic of the backend here would leave the claim
+        // without a release.
         catch_panic(|| self.backend.capabilities().renewal.verify_after).unwrap_or_default()
     }
 

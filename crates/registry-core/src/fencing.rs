@@ -25,17 +25,17 @@ pub struct FencingToken(
 
 impl FencingToken {
     /// The largest token, `i64::MAX`.
-    pub const MAX: Self = Self::within(i64::MAX as u64);
+    pub const MAX: Self = Self::from_63_bits(i64::MAX as u64);
 
     /// Creates the token for a number that fits into 63 bits.
-    const fn within(token: u64) -> Self {
+    const fn from_63_bits(token: u64) -> Self {
         Self(NonZeroU64::MIN.saturating_add(token))
     }
 
     /// Creates a token from its number. Returns `None` if the number does not fit into 63 bits.
     #[must_use]
     pub const fn new(token: u64) -> Option<Self> {
-        if token > Self::MAX.get() { None } else { Some(Self::within(token)) }
+        if token > Self::MAX.get() { None } else { Some(Self::from_63_bits(token)) }
     }
 
     /// Returns the number.
@@ -88,13 +88,13 @@ impl TryFrom<i64> for FencingToken {
     type Error = InvalidToken;
 
     fn try_from(token: i64) -> Result<Self, Self::Error> {
-        u64::try_from(token).map(Self::within).map_err(|_| InvalidToken)
+        u64::try_from(token).map(Self::from_63_bits).map_err(|_| InvalidToken)
     }
 }
 
-/// The number or text is no fencing token.
+/// The error for a number or text that is not a fencing token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a fencing token; it is an integer from 0 to {max}", max = FencingToken::MAX)]
+#[error("not a fencing token; a token is an integer from 0 to {max}", max = FencingToken::MAX)]
 #[non_exhaustive]
 pub struct InvalidToken;
 

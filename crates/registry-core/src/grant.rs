@@ -114,7 +114,7 @@ impl ActiveGrant {
         epoch_at_send: Epoch,
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
-        let now = Moment::now_after(sent_at);
+        let now = Moment::now_reusing_check_of(sent_at);
         let lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((permit, claim, options)));
@@ -268,7 +268,7 @@ impl ActiveGrant {
     }
 
     /// Returns the claim with its current lease.
-    pub(crate) fn claim_to_renew(&self) -> Claim {
+    pub(crate) fn claim_with_current_lease(&self) -> Claim {
         self.claim.clone().with_lease(self.lease_length())
     }
 

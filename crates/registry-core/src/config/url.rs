@@ -186,9 +186,9 @@ impl<'a> UrlParts<'a> {
                  special characters in a password, `/` as `%2F`"
             )));
         };
-        let different: BTreeSet<_> =
+        let distinct: BTreeSet<_> =
             servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
-        if different.len() < servers.len() {
+        if distinct.len() < servers.len() {
             return Err(self.invalid(&format!(
                 "contains a server twice (the default port is {default_port}); list each server once"
             )));
@@ -297,16 +297,16 @@ pub fn is_host(host: &str) -> bool {
         Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
         _ => (host, None),
     };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-    let named = match name.strip_prefix('[') {
+    let is_host_character = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    let is_valid_name = match name.strip_prefix('[') {
         Some(address) => {
             address.strip_suffix(']').is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
         }
-        None => name.chars().all(plain),
+        None => name.chars().all(is_host_character),
     };
-    let numbered =
+    let is_valid_port =
         |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
-    named && port.is_none_or(numbered)
+    is_valid_name && port.is_none_or(is_valid_port)
 }
 
 /// Formats a host as in a URL, with brackets around an IPv6 address that has none.

@@ -17,8 +17,8 @@ impl InvalidValue {
         Self(problem.into())
     }
 
-    /// Creates the error of an unknown option. The error does not show its name, which may be part
-    /// of a password in a malformed URL.
+    /// Creates the error of an unknown option. The error does not show the option's name, which may
+    /// be part of a password in a malformed URL.
     #[must_use]
     pub fn unknown_option() -> Self {
         Self::new("is not an option of this store")
