@@ -1,9 +1,9 @@
-//! Leader election: at most one candidate of a role runs its work at a time, over all processes.
+//! Leader election: at most one candidate of a role runs its work at a time, across all processes.
 //!
 //! The leader is the holder of the role's lock. The value block of the role contains the leader and
-//! the start of its term. A candidate acquires the lock, writes the record, runs the work, and
-//! steps down in this order: it signals the work, waits for its end, writes that the role is
-//! vacant, releases the lock, and only then reports [`Leadership::Follower`].
+//! the start of its term. A candidate acquires the lock, writes the record, and runs the work. To
+//! step down, it signals the work, waits for its end, writes that the role is vacant, and releases
+//! the lock. Only then does it report [`Leadership::Follower`].
 
 use std::convert::Infallible;
 use std::fmt;
@@ -31,7 +31,8 @@ use crate::value::LockValue;
 /// A role that one candidate holds at a time, from
 /// [`LockRegistryExt::election`](crate::LockRegistryExt::election).
 ///
-/// Clones are the same candidate. A handle that does not [`run`](Self::run) can observe the role.
+/// Clones are the same candidate. A handle on which [`run`](Self::run) is not called can still
+/// observe the role.
 #[derive(Clone)]
 pub struct Election {
     lock: DistributedLock,
@@ -57,7 +58,7 @@ struct Candidate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Leadership {
-    /// Another candidate leads, or none. The work of this candidate does not run.
+    /// Another candidate leads, or the role is vacant. The work of this candidate does not run.
     Follower,
     /// This candidate leads, under this fencing token.
     Leader(FencingToken),
@@ -68,13 +69,14 @@ pub enum Leadership {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Leader {
-    /// The fencing token of its term. A later term has a larger token.
+    /// The fencing token of the leader's term. A later term has a larger token.
     pub token: FencingToken,
-    /// Its label, if it has one.
+    /// The label of the leader, if it has one.
     pub label: Option<String>,
-    /// Its [data](Election::data).
+    /// The [data](Election::data) of the leader.
     pub data: Vec<u8>,
-    /// When the term began, by the store's clock where clients can read it.
+    /// The time at which the term began: on the store's clock if clients can read that clock,
+    /// otherwise on the leader's.
     pub since: SystemTime,
 }
 
@@ -127,13 +129,12 @@ impl Election {
     /// Sets the priority of this candidate. When the role becomes vacant, candidates with a
     /// priority leave it to a waiting candidate whose priority is higher.
     ///
-    /// A preference, not a guarantee. A candidate leaves the role to others for at most the length
-    /// of a lease; then it leads. A leader does not step down for a candidate with a higher
-    /// priority. Candidates without a priority ignore the priorities of others. The candidates of
-    /// one registry all have the priority of its first candidate. The store must have
-    /// [shared locks](crate::Capabilities::shared), [labels](crate::Capabilities::labels) and
-    /// [holders](crate::Capabilities::inspect). While it campaigns, a candidate holds the shared
-    /// lock of the key `ROLE/candidates`.
+    /// A priority is a preference, not a guarantee. A candidate leaves the role to others for at
+    /// most the length of a lease; then it leads. A leader does not step down for a candidate with
+    /// a higher priority. Candidates without a priority ignore the priorities of others. The store
+    /// must have [shared locks](crate::Capabilities::shared), [labels](crate::Capabilities::labels)
+    /// and [holders](crate::Capabilities::inspect). While it campaigns, a candidate holds the
+    /// shared lock of the key `ROLE/candidates`.
     #[must_use]
     pub fn priority(mut self, priority: u32) -> Self {
         self.priority = Some(priority);
@@ -201,7 +202,8 @@ impl Election {
             match self.run_term(&mut work).await {
                 Ok(_) => {
                     failures = 0;
-                    // Work that ends at once must not keep the store busy.
+                    // Without this pause, work that ends at once would make the candidate send
+                    // requests without end.
                     sleep(backoff(0)).await;
                 }
                 Err(LockError::Closed) => return Ok(()),
@@ -257,11 +259,11 @@ impl Election {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
-        // Read before `Leader` is sent: a step-down that follows this report stops the work, but
-        // does not prevent its start.
+        // Read before `Leader` is sent: a step-down after that stops the work, but does not prevent
+        // its start.
         let stops_before_work = *stopping.borrow();
-        // Dropped last, so that `Follower` is sent after the work has ended and the lock is
-        // released.
+        // Ended last, so that `Follower` is sent after the work has ended and the lock is released.
+        // If this future is dropped, the background releaser sends `Follower`.
         let reported = ReportedTerm::begin(&self.candidate, &guard);
         let term = Term { hold: Arc::clone(guard.hold()), stopping: stopping.clone() };
         // A step-down during the campaign ends the term before its work begins.
@@ -293,8 +295,8 @@ impl Election {
         output
     }
 
-    /// Waits for [`step_down`](Self::step_down), or for the closing of the registry, which waits
-    /// for the release of the role.
+    /// Waits until [`step_down`](Self::step_down) is called or the registry is closing. `close`
+    /// waits for the release of the role.
     async fn stop_requested(&self, guard: &LockGuard, stopping: watch::Receiver<bool>) {
         tokio::select! {
             biased;
@@ -322,7 +324,8 @@ impl Election {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
-        // A foreign value is an error before the wait for the lock, and again while it is held.
+        // The value block is checked before the wait, so that a foreign value is returned at once.
+        // It is checked again while the lock is held.
         self.parse_record(self.lock.read_value().await?.value.as_ref())?;
         let guard = match self.priority {
             Some(priority) => self.lock_by_priority(priority).await?,
@@ -335,7 +338,7 @@ impl Election {
         let label = guard.claim().label().map(str::to_owned);
         let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
         guard.set_value_while_held(record.to_bytes()).await?;
-        Ok((guard, Vacancy { now, read_at }))
+        Ok((guard, Vacancy { time_at_read: now, read_at }))
     }
 
     /// Acquires the lock of the role. The owner is new, because two candidates of one owner would
@@ -412,7 +415,7 @@ impl Election {
         priorities.max().is_some_and(|highest: u32| highest > priority)
     }
 
-    /// Reads the record in the value block of the role.
+    /// Parses the record in the value block of the role.
     fn parse_record(&self, value: Option<&LockValue>) -> Result<Option<Record>, LockError> {
         let foreign = || LockError::ForeignValue {
             key: self.role().to_owned(),
@@ -497,7 +500,7 @@ impl Candidate {
 #[derive(Debug, Clone, Copy)]
 pub struct Vacancy {
     /// The store's time at `read_at`.
-    now: SystemTime,
+    time_at_read: SystemTime,
     read_at: Moment,
 }
 
@@ -505,12 +508,12 @@ impl Vacancy {
     /// Returns the value block of a vacant role, with the current time.
     #[must_use]
     pub fn record(&self) -> Vec<u8> {
-        let since = self.now + Moment::now().since(self.read_at);
+        let since = self.time_at_read + Moment::now().since(self.read_at);
         Record { leads: false, since, label: None, data: Vec::new() }.to_bytes()
     }
 }
 
-/// The stop signal of a campaign and its term. The drop removes it.
+/// The stop signal of a campaign and its term. Dropping this value removes the signal.
 struct StopSignal<'a>(&'a Candidate);
 
 impl<'a> StopSignal<'a> {
@@ -637,6 +640,7 @@ impl fmt::Debug for Term {
 #[derive(Debug)]
 pub struct LeaderObserver {
     election: Election,
+    /// The last result of [`changed`](Self::changed). `None` before its first call.
     seen: Option<Option<Leader>>,
     interval: Duration,
 }

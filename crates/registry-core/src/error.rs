@@ -60,14 +60,14 @@ pub enum LockError {
         /// The store.
         store: &'static str,
     },
-    /// The permits that are held state another number of units than the semaphore.
+    /// The held permits state another number of units than this semaphore.
     #[non_exhaustive]
     OtherUnits {
         /// The key.
         key: String,
         /// The units that this semaphore states.
         stated: u32,
-        /// The units that the permits in the store state.
+        /// The units that the held permits state.
         held: u32,
     },
     /// The mode of a held lock cannot change in this way. Nothing was sent to the store.
@@ -82,8 +82,7 @@ pub enum LockError {
         /// The problem, and how to correct it.
         problem: &'static str,
     },
-    /// The value block of the key contains something else than the operation expects. Use another
-    /// key.
+    /// The value block of the key contains other data than the operation expects. Use another key.
     #[non_exhaustive]
     ForeignValue {
         /// The key.
@@ -107,7 +106,7 @@ pub enum LockError {
 }
 
 impl LockError {
-    /// Returns whether the same call may succeed if it is repeated.
+    /// Returns whether the call may succeed if you repeat it.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
@@ -144,7 +143,7 @@ impl fmt::Display for LockError {
             ),
             Self::OtherUnits { key, stated, held } => write!(
                 f,
-                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held}; use the same number, or resize it"
+                "acquire on {key:?} failed: this semaphore has {stated} units, but the held permits state {held}; use the same number, or resize the semaphore"
             ),
             Self::ForeignValue { key, expected } => write!(
                 f,
@@ -155,7 +154,7 @@ impl fmt::Display for LockError {
             }
             Self::HeldByOwner { key, held } => write!(
                 f,
-                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it first, or acquire it as upgradable and upgrade"
+                "acquire on {key:?} failed: its owner already holds it ({held}) and would wait for itself; release it first, or acquire it as upgradable and upgrade"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(
@@ -351,8 +350,8 @@ impl BackendError {
         Self::new(BackendErrorKind::Transient, message)
     }
 
-    /// Adds the address of the server that caused the error. If it has an address, that one stays,
-    /// because it was added closer to the cause.
+    /// Adds the address of the server that caused the error. An error that already has an address
+    /// keeps it, because that address was added closer to the cause.
     ///
     /// An address is `HOST:PORT`, several of these separated by commas, or the path of a socket or
     /// file. It must contain no user, password or query.
@@ -368,7 +367,7 @@ impl BackendError {
     /// Adds the error of the client library. Its text must contain no secret.
     ///
     /// If `source` is a `BackendError`, its address moves to this error, so that it is printed
-    /// once. If this error has another address, each keeps its own.
+    /// once. If this error has another address, both errors keep theirs.
     #[must_use]
     pub fn with_source(mut self, mut source: impl StdError + Send + Sync + 'static) -> Self {
         if let Some(inner) = (&mut source as &mut dyn Any).downcast_mut::<Self>()
@@ -388,19 +387,19 @@ impl BackendError {
         self
     }
 
-    /// Reverts [`as_refused`](Self::as_refused). For a repeated request whose first try may have
-    /// reached the store.
+    /// Reverts [`as_refused`](Self::as_refused). For a repeated request whose first attempt may
+    /// have reached the store.
     #[must_use]
     pub fn as_unknown(mut self) -> Self {
         self.0.refused = false;
         self
     }
 
-    /// Marks a request that failed because its connection had broken while idle.
+    /// Marks the error of a request that failed because its connection had broken while idle.
     ///
-    /// A new connection probably works, so the engine repeats such an attempt once, without a pause
-    /// and even after its deadline. Unless the error is [`refused`](Self::refused), the first
-    /// request counts as an attempt with an unknown outcome.
+    /// A new connection probably works, so the engine repeats the attempt once, without a pause and
+    /// even after its deadline. Unless the error is [`refused`](Self::refused), the first request
+    /// counts as an attempt with an unknown outcome.
     #[must_use]
     pub fn on_stale_connection(mut self) -> Self {
         self.0.stale_connection = true;
@@ -548,8 +547,8 @@ pub enum ConfigError {
         /// The store error.
         source: BackendError,
     },
-    /// There is no tokio runtime with time enabled here, which a registry needs for its background
-    /// tasks.
+    /// The caller is not inside a tokio runtime with time enabled. A registry needs one for its
+    /// background tasks.
     NoRuntime,
 }
 

@@ -20,7 +20,7 @@ use crate::panic_safe::catch_panic;
 )]
 pub enum LockEvent<'a> {
     /// A call began to acquire a lock. [`AcquireEnded`](Self::AcquireEnded) with the same `id`
-    /// follows in any case, also if the call's future is dropped. No other call, hold or release of
+    /// follows in any case, even if the call's future is dropped. No other call, hold or release of
     /// this process has this `id`.
     #[non_exhaustive]
     AcquireBegan { id: u64, key: &'a str, mode: ClaimMode },
@@ -51,7 +51,7 @@ pub enum LockEvent<'a> {
     /// A caller waits in the local queue, behind other callers of this process.
     #[non_exhaustive]
     Waiting { key: &'a str, mode: ClaimMode },
-    /// The store responded that another claim holds the key.
+    /// The store responded that other claims hold the key or are first in its queue.
     #[non_exhaustive]
     Busy { key: &'a str, mode: ClaimMode, busy: &'a Busy },
     /// An attempt failed. Its outcome is unknown unless the error is
@@ -99,7 +99,7 @@ pub enum LockEvent<'a> {
     /// closed before the end of a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str, mode: ClaimMode },
-    /// A candidate of the role `key` campaigns.
+    /// A candidate of the role `key` began to campaign.
     #[non_exhaustive]
     Campaigning { key: &'a str },
     /// A candidate became the leader of the role `key`.
@@ -109,8 +109,9 @@ pub enum LockEvent<'a> {
     /// A leader has stepped down or lost its term.
     #[non_exhaustive]
     LeadershipEnded { key: &'a str, token: FencingToken },
-    /// A call of the job `key` ended, or one of its ticks. `completed_at` is the time at which the
-    /// last known tick was completed, by the store's clock where clients can read it.
+    /// A tick of the job `key` ended, or a call ran no tick. `completed_at` is the time at which
+    /// the last known tick was completed: on the store's clock if clients can read that clock,
+    /// otherwise on the clock of the process that ran the tick.
     #[non_exhaustive]
     Tick { key: &'a str, end: TickEnd, completed_at: Option<SystemTime> },
     /// The registry began to close and grants no more locks.

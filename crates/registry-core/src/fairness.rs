@@ -1,9 +1,9 @@
 //! Fairness between processes on a store without a queue.
 //!
-//! A release wakes all waiting processes at once, so the process with the shortest round trip would
-//! win every time. The releasing process needs no round trip at all to learn of the release. A
-//! process that polls would hardly ever find the key free. The engine therefore limits the share of
-//! the time for which one process holds a key.
+//! A release wakes all waiting processes at once. Without this module, the process with the
+//! shortest round trip would acquire the key every time: usually the releasing process, which needs
+//! no round trip to learn of the release. A process that polls would hardly ever find the key free.
+//! The engine therefore limits the share of the time for which one process holds a key.
 //!
 //! A *turn* of a process lasts from its first attempt to the release of its claim. A process
 //! *meets* another holder when its attempt finds the key held.
@@ -17,7 +17,7 @@
 //!   when the process has met as many holders as it usually meets in a turn.
 //! - Longer delay: if programs other than this library poll, each delay is a fifth of the holding
 //!   time, from [`DELAY`] to [`POLLED_DELAY_MAX`]. These programs can then find the key free. If
-//!   the process also usually meets [`MANY_HOLDERS_MIN`] or more holders, the delays last for
+//!   the process usually meets [`MANY_HOLDERS_MIN`] or more holders, the delays end only after
 //!   [`USUAL_HOLDERS_MAX`] holders.
 //! - Pause without contention: a process that has met no other holder pauses each time that it has
 //!   held the key for [`FairnessLimits::uncontended_hold_max`] in total. Waiting processes can then
@@ -39,7 +39,7 @@ use crate::key::Key;
 pub(crate) const CONTENDED_HAND_OVER_MAX: Duration = Duration::from_millis(20);
 
 /// The contention for the keys that this registry has released. An entry is valid for
-/// [`FairnessLimits::pause`] after the release.
+/// [`FairnessLimits::pause_max`] after the release.
 pub(crate) struct Fairness {
     /// `None` if the store reaches no other process, or has its own queue.
     limits: Option<FairnessLimits>,
@@ -49,7 +49,7 @@ pub(crate) struct Fairness {
 #[derive(Debug, Clone, Copy)]
 struct FairnessLimits {
     /// The longest pause: within this time, every waiting process notices that the key is free.
-    pause: Duration,
+    pause_max: Duration,
     /// The holding time of an uncontended key after which the process pauses.
     uncontended_hold_max: Duration,
     /// The length of the pause after `uncontended_hold_max`.
@@ -101,9 +101,9 @@ impl Fairness {
     pub(crate) fn contention(&self, key: &Key) -> Option<Box<Contention>> {
         let limits = self.limits?;
         let contention = self.released().get(key).copied().unwrap_or_default();
-        // After `limits.pause`, the contention is out of date: in this time, every waiting process
-        // could acquire the key.
-        let is_valid = contention.was_released_within(limits.pause, Moment::now_coarse());
+        // After `limits.pause_max`, the contention is out of date: within this time, every waiting
+        // process could acquire the key.
+        let is_valid = contention.was_released_within(limits.pause_max, Moment::now_coarse());
         Some(Box::new(if is_valid { contention } else { Contention::default() }))
     }
 
@@ -127,7 +127,9 @@ impl Fairness {
         } else if !contention.pause.is_zero() {
             contention.held_since_pause = Duration::ZERO;
             contention.pauses_without_contention += 1;
-            if contention.pauses_without_contention > 1 && contention.pause >= limits.pause / 2 {
+            // Only a long pause gives every waiting process the time to acquire the key.
+            if contention.pauses_without_contention > 1 && contention.pause >= limits.pause_max / 2
+            {
                 *contention = Contention::default();
             }
         }
@@ -146,7 +148,7 @@ impl Fairness {
         contention.delay = limits.delay_of(held_for);
         let mut released = self.released();
         if released.len() >= KEYS_MAX {
-            released.retain(|_, contention| contention.was_released_within(limits.pause, now));
+            released.retain(|_, contention| contention.was_released_within(limits.pause_max, now));
         }
         if released.len() < KEYS_MAX || released.contains_key(key) {
             released.insert(key.clone(), contention);
@@ -161,14 +163,14 @@ impl Fairness {
 impl FairnessLimits {
     fn new(store: &Capabilities, poll: Duration) -> Self {
         // A poll interval is lengthened at random by up to a quarter.
-        let polled_pause = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
-        let (pause, uncontended_pause, holds_per_pause) =
-            if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled_pause, polled_pause, 40) };
+        let polled_pause = (poll + poll / 4).clamp(PAUSE_MAX, POLLED_PAUSE_MAX);
+        let (pause_max, uncontended_pause, hold_per_pause) =
+            if store.wakes { (PAUSE_MAX, PAUSE_MIN, 50) } else { (polled_pause, polled_pause, 40) };
         let usual_holders_min = if store.peer_poll.is_some() { USUAL_HOLDERS_MAX } else { 0 };
         Self {
-            pause,
+            pause_max,
             uncontended_pause,
-            uncontended_hold_max: uncontended_pause * holds_per_pause,
+            uncontended_hold_max: uncontended_pause * hold_per_pause,
             waiters_poll: !store.wakes,
             usual_holders_min,
         }
@@ -192,7 +194,7 @@ impl FairnessLimits {
             let factor = 1_u32 << contention.pauses_without_contention.min(8);
             let share = if self.waiters_poll { held_for } else { held_for / 4 };
             let pause = share.max(PAUSE_MIN).saturating_mul(factor);
-            pause.min(self.pause)
+            pause.min(self.pause_max)
         } else if contention.held_since_pause >= self.uncontended_hold_max {
             self.uncontended_pause
         } else {
@@ -242,7 +244,7 @@ impl fmt::Debug for Fairness {
 
 /// The longest pause if the store wakes waiters: several times the time between a release and the
 /// arrival of a waiter's attempt.
-const PAUSE: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_millis(10);
 /// The shortest pause after a contended turn.
 const PAUSE_MIN: Duration = Duration::from_millis(2);
 /// The longest pause if waiters poll. Longer poll intervals do not lengthen the pause beyond it.
@@ -306,7 +308,7 @@ mod tests {
         let fairness = fairness(&store());
         assert_eq!(turn(&fairness, 1, 20 * MS).await, Duration::ZERO, "the first turn");
         assert_eq!(turn(&fairness, 1, 60 * MS).await, 5 * MS);
-        assert_eq!(turn(&fairness, 1, Duration::ZERO).await, PAUSE);
+        assert_eq!(turn(&fairness, 1, Duration::ZERO).await, PAUSE_MAX);
         assert_eq!(turn(&fairness, 1, Duration::ZERO).await, PAUSE_MIN);
     }
 
@@ -358,7 +360,7 @@ mod tests {
     async fn the_contention_of_a_key_that_was_free_for_a_pause_is_dropped() {
         let fairness = fairness(&store());
         turn(&fairness, 1, 20 * MS).await;
-        advance(PAUSE).await;
+        advance(PAUSE_MAX).await;
         assert_eq!(turn(&fairness, 0, 20 * MS).await, Duration::ZERO);
         assert!(!contention(&fairness).is_contended());
     }
@@ -393,7 +395,7 @@ mod tests {
             fairness.on_release(&Key::new(&n.to_string()).unwrap(), Contention::default(), now);
         }
         assert_eq!(fairness.released().len(), KEYS_MAX);
-        advance(PAUSE).await;
+        advance(PAUSE_MAX).await;
         fairness.on_release(&key(), Contention::default(), now);
         assert_eq!(fairness.released().len(), 1);
     }

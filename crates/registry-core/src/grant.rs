@@ -1,6 +1,6 @@
 //! One active grant: its lease, its state, and its end.
 //!
-//! It ends when the last guard is dropped ([`ActiveGrant::end_hold`]) or when it is lost
+//! A grant ends when its last guard is dropped ([`ActiveGrant::end_hold`]) or when it is lost
 //! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end
 //! and pass the claim to the next local caller.
 
@@ -41,13 +41,13 @@ pub(crate) struct ActiveGrant {
     local_lock: Arc<LocalLock>,
     first_token: FencingToken,
     granted_at: Moment,
-    /// Other processes want the key.
+    /// Other processes compete for the key.
     contended: bool,
     /// The number of attempts of this claim with an unknown outcome. Each may still reach the store
     /// after the release.
     unknown_attempts: u32,
-    /// A copy of the end of the lease, which is read without locking `state`. `PAST` once the claim
-    /// is lost.
+    /// A copy of the end of the lease, so that a reader need not lock `state`. `PAST` once the
+    /// claim is lost.
     valid_until: AtomicI64,
     lost: Notify,
     /// A future waits for a notification of `lost`.
@@ -65,8 +65,8 @@ struct InitialState {
     unknown_attempts: u32,
     /// The invalidation epoch of the key when the request was sent.
     epoch_at_send: Epoch,
-    /// See [`GrantState::hand_overs`].
-    hand_overs: u32,
+    /// See [`GrantState::extra_tokens_used`].
+    extra_tokens_used: u32,
     /// See [`GrantState::fenced`].
     fenced: bool,
     min_hold_end: Moment,
@@ -80,7 +80,7 @@ struct GrantState {
     timer: Option<ScheduleKey>,
     /// The number of tokens of the claim's [`token_block`](Claim::token_block) that were used after
     /// `first_token`. Each hand-over and each reader that joins uses one.
-    hand_overs: u32,
+    extra_tokens_used: u32,
     /// The number of holds. More than one only in a shared grant.
     holds: u32,
     /// A fenced write was begun and may still be open. After a hand-over, the store could not
@@ -100,7 +100,7 @@ enum GrantPhase {
 }
 
 /// The interval between checks for the loss of a claim whose lease ended during its release.
-const ENDED_LEASE_PAUSE: Duration = Duration::from_millis(10);
+const LOSS_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 impl ActiveGrant {
     /// Creates the active grant and schedules its renewal. Returns the arguments if the lease was
@@ -126,7 +126,7 @@ impl ActiveGrant {
             contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
             unknown_attempts,
             epoch_at_send,
-            hand_overs: 0,
+            extra_tokens_used: 0,
             fenced: false,
             min_hold_end: if options.min_hold.is_zero() {
                 Moment::PAST
@@ -152,7 +152,7 @@ impl ActiveGrant {
         }
         let mut options = ClaimOptions::clone(&self.options);
         options.mode = claim.mode();
-        let (permit, hand_overs, fenced, min_hold_end) = {
+        let (permit, extra_tokens_used, fenced, min_hold_end) = {
             let mut state = self.state();
             match state.phase {
                 GrantPhase::Held => state.phase = GrantPhase::Ending,
@@ -161,7 +161,7 @@ impl ActiveGrant {
             }
             self.cancel_timer(&mut state);
             options.lease.length = state.lease.length();
-            (state.permit.take(), state.hand_overs, state.fenced, state.min_hold_end)
+            (state.permit.take(), state.extra_tokens_used, state.fenced, state.min_hold_end)
         };
         // `max_hold` counts from the first grant, so the time since then is subtracted.
         let held_for = now.since(self.granted_at);
@@ -177,7 +177,11 @@ impl ActiveGrant {
             unknown_attempts: self.unknown_attempts,
             epoch_at_send,
             // A weaker mode keeps the block of tokens, of which some may have been used.
-            hand_overs: if granted.token == self.first_token { hand_overs } else { 0 },
+            extra_tokens_used: if granted.token == self.first_token {
+                extra_tokens_used
+            } else {
+                0
+            },
             fenced,
             min_hold_end,
         };
@@ -202,7 +206,7 @@ impl ActiveGrant {
             contended,
             unknown_attempts,
             epoch_at_send,
-            hand_overs,
+            extra_tokens_used,
             fenced,
             min_hold_end,
         } = initial;
@@ -226,7 +230,7 @@ impl ActiveGrant {
                 lease,
                 permit,
                 timer: None,
-                hand_overs,
+                extra_tokens_used,
                 holds: 1,
                 fenced,
                 gone_while_ending: false,
@@ -239,8 +243,8 @@ impl ActiveGrant {
         if grant.claim.mode() != ClaimMode::Exclusive {
             grant.local_lock.record_concurrent_grant(&grant);
         }
-        // Checked after the claim was scheduled, because each later invalidation finds it in the
-        // schedule.
+        // Compared after the claim was scheduled. An earlier invalidation has changed the epoch,
+        // and a later one finds the claim in the schedule.
         if grant.local_lock.epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }
@@ -263,7 +267,7 @@ impl ActiveGrant {
 
     /// Returns the claim to pass to the release. Its token block contains only the used tokens.
     pub(crate) fn claim_to_release(&self) -> Claim {
-        let used = self.state().hand_overs.saturating_add(1);
+        let used = self.state().extra_tokens_used.saturating_add(1);
         self.claim.clone().with_token_block(used)
     }
 
@@ -290,15 +294,16 @@ impl ActiveGrant {
         }
     }
 
-    /// Waits until the claim is lost, or its lease may have been extended beyond its current end.
+    /// Waits until the claim is lost or the current end of its lease has passed. A renewal may have
+    /// extended the lease meanwhile.
     ///
     /// Checks for a loss at each poll: after a pause of the process, tokio may poll a task before
     /// it fires the task's timers.
     pub(crate) async fn validity_ended(self: &Arc<Self>) {
         // The lease of a claim that is being released may end without a loss. The callers call this
-        // function in a loop until they are notified. The pause prevents a busy loop.
+        // function in a loop until they are notified. `LOSS_CHECK_INTERVAL` prevents a busy loop.
         let (now, valid_until) = (Moment::now(), self.valid_until());
-        let end = if now < valid_until { valid_until } else { now.after(ENDED_LEASE_PAUSE) };
+        let end = if now < valid_until { valid_until } else { now.after(LOSS_CHECK_INTERVAL) };
         let mut deadline = pin!(self.engine().sleep_until(end));
         poll_fn(
             |cx| {
@@ -321,7 +326,7 @@ impl ActiveGrant {
         self.first_token
     }
 
-    /// Emits the begin of a hold with `token`, and returns its id.
+    /// Emits the event that a hold with `token` began, and returns the id of the hold.
     pub(crate) fn begin_observed_hold(self: &Arc<Self>, token: FencingToken) -> u64 {
         let id = self.observed_holds.begin(self.engine(), &self.claim, token);
         if let Some(reason) = self.loss() {
@@ -330,7 +335,7 @@ impl ActiveGrant {
         id
     }
 
-    /// Emits the end of a hold, unless its loss was emitted.
+    /// Emits the event that a hold ended, unless its loss was emitted.
     pub(crate) fn end_observed_hold(&self, id: u64) {
         self.observed_holds.end(self.engine(), &self.claim, id);
     }
@@ -502,7 +507,7 @@ impl ActiveGrant {
     /// `options` needs a grant of its own.
     ///
     /// The limits are those of a hand-over: readers that follow each other without end must not
-    /// keep a claim for ever, because other processes cannot acquire the key meanwhile.
+    /// keep a claim forever, because other processes cannot acquire the key meanwhile.
     pub(crate) fn join(
         self: &Arc<Self>,
         options: &ClaimOptions,
@@ -518,16 +523,16 @@ impl ActiveGrant {
         if !is_held || !self.may_pass_on(now, &state) {
             return None;
         }
-        let token = self.first_token.checked_add(u64::from(state.hand_overs) + 1)?;
-        state.hand_overs += 1;
+        let token = self.first_token.checked_add(u64::from(state.extra_tokens_used) + 1)?;
+        state.extra_tokens_used += 1;
         state.holds += 1;
         drop(state);
         Some(Hold::first_guard(Arc::clone(self), token, owner))
     }
 
     /// Returns whether this claim may be handed over to another local caller. Only exclusive claims
-    /// may: next to a claim of another mode, a local caller competes in the store, and a hand-over
-    /// would overtake it.
+    /// may be handed over. With a claim of another mode, another local caller may already compete
+    /// in the store, and a hand-over would overtake it.
     fn may_hand_over(&self, now: Moment, state: &GrantState) -> bool {
         self.claim.mode() == ClaimMode::Exclusive && self.may_pass_on(now, state)
     }
@@ -538,10 +543,10 @@ impl ActiveGrant {
         let held_for = now.since(self.granted_at);
         // A converted claim may have a smaller block of tokens than `hand_over_limits` allows.
         !state.gone_while_ending
-            && state.hand_overs.saturating_add(1) < self.claim.token_block()
+            && state.extra_tokens_used.saturating_add(1) < self.claim.token_block()
             && !state.fenced
             && !state.lease.is_suspect()
-            && engine.defaults.hand_over_limits.allow_another(state.hand_overs, held_for, self.contended)
+            && engine.defaults.hand_over_limits.allow_another(state.extra_tokens_used, held_for, self.contended)
             && !engine.capabilities.fair
             && !self.options.fair
             && self.options.lease.max_hold.is_none()
@@ -568,10 +573,10 @@ impl ActiveGrant {
         if !self.may_hand_over(now, &state) {
             return None;
         }
-        let token = self.first_token.checked_add(u64::from(state.hand_overs) + 1)?;
+        let token = self.first_token.checked_add(u64::from(state.extra_tokens_used) + 1)?;
         state.phase = GrantPhase::Held;
         state.permit = permit.take();
-        state.hand_overs += 1;
+        state.extra_tokens_used += 1;
         state.holds = 1;
         if state.timer.is_none() {
             self.set_timer(&mut state, now);
@@ -647,13 +652,13 @@ impl ActiveGrant {
     }
 
     fn set_timer(self: &Arc<Self>, state: &mut GrantState, now: Moment) {
-        let (at, renewal) = match state.lease.due(now) {
+        let (at, is_renewal) = match state.lease.due(now) {
             Due::At(at) => (at, at < state.lease.valid_until()),
             Due::Renew(_) | Due::Verify(_) => (now, true),
             Due::Over(_) => (now, false),
         };
         let this: Arc<dyn Renewable> = Arc::<Self>::clone(self);
-        state.timer = Some(self.engine().schedule.insert(at, renewal, this, now));
+        state.timer = Some(self.engine().schedule.insert(at, is_renewal, this, now));
     }
 
     fn cancel_timer(&self, state: &mut GrantState) {
@@ -707,7 +712,7 @@ impl Renewable for ActiveGrant {
                 RenewerAction::Nothing
             }
             due @ (Due::Renew(requested_lease) | Due::Verify(requested_lease)) => {
-                // Short enough for several tries between the first renewal and the end of the
+                // Short enough for several attempts between the first renewal and the end of the
                 // lease.
                 let operation_timeout =
                     self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
@@ -804,7 +809,7 @@ impl EndingGrant {
     /// lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let grant = self.grant.take()?;
-        // If the permit is not here, another local caller has it and competes in the store.
+        // Without the permit, another local caller competes in the store.
         let handed_over = self.permit.is_some()
             && grant
                 .local_lock
@@ -819,7 +824,7 @@ impl EndingGrant {
         Some(self)
     }
 
-    /// Returns the claim for its release.
+    /// Returns the claim to pass to the release.
     pub(crate) fn claim(&self) -> Claim {
         self.grant().claim_to_release().with_fenced(self.fenced)
     }
@@ -835,7 +840,7 @@ impl EndingGrant {
         self.set_observed_end(ReleaseEnd::Released);
     }
 
-    /// Emits the begin of the release of a hold with this token.
+    /// Emits the event that the release of a hold with this token began.
     pub(crate) fn observe(&mut self, token: FencingToken) {
         let grant = self.grant();
         self.observed = ObservedRelease::begin(grant.engine(), &grant.claim, token);

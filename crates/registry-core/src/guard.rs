@@ -296,8 +296,8 @@ impl Drop for LockGuard {
     }
 }
 
-/// Releases the locks of all guards, with one request if the store has a batch. Returns one of the
-/// errors, if there are any.
+/// Releases the locks of all guards, with one request if the store has a batch. Returns the first
+/// error, if any.
 ///
 /// # Cancel safety
 /// As [`LockGuard::unlock`].
@@ -430,7 +430,8 @@ async fn yield_if_budget_used_up() {
     tokio::task::coop::consume_budget().await;
 }
 
-/// Waits for the outcome of a release that was sent, which repeats while its outcome is unknown.
+/// Waits for the outcome of a release that was sent. The release is repeated while its outcome is
+/// unknown.
 async fn release_in_flight(
     ending: EndingGrant,
     claim: &Claim,
@@ -466,7 +467,7 @@ fn release_call(
     Call::releasing_claim(&engine.background, Box::pin(job))
 }
 
-/// Waits for the outcome for at most the operation time-out.
+/// Waits for the outcome of `job` for at most the operation time-out.
 async fn wait_for_outcome(
     job: Call<ReleaseOutcome>,
     engine: &Engine,
@@ -488,18 +489,20 @@ async fn wait_for_outcome(
 /// If the lease ends before that, waits for a first renewal: the key must stay locked even if this
 /// process ends right after the call.
 async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
-    let (first_renewal, renewed) = oneshot::channel();
+    let (first_renewal_sender, first_renewal) = oneshot::channel();
     let limit = engine.defaults.operation_timeout;
     let unpolled_max = ending.grant().lease_length();
-    let context =
-        ReleaseContext { first_renewal: Some(first_renewal), ..ReleaseContext::default() };
+    let context = ReleaseContext {
+        first_renewal_sender: Some(first_renewal_sender),
+        ..ReleaseContext::default()
+    };
     let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
         _ = job.response_within_despite_stall(limit, unpolled_max) => Ok(()),
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
-        renewed = renewed => renewed.unwrap_or(Ok(())),
+        outcome = first_renewal => outcome.unwrap_or(Ok(())),
     }
 }
 
@@ -508,7 +511,8 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
 struct ReleaseContext {
     /// A release that is already in flight.
     in_flight: Option<Call<Result<Release, BackendError>>>,
-    first_renewal: Option<FirstRenewalSender>,
+    /// Receives the outcome of the first renewal during the `min_hold`.
+    first_renewal_sender: Option<FirstRenewalSender>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
     blocked_error_sender: Option<oneshot::Sender<BackendError>>,
 }
@@ -525,7 +529,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         valid_until: grant.valid_until(),
         epoch: || grant.local_lock().epoch(),
     };
-    if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal).await {
+    if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal_sender).await {
         ending.record_failure();
         engine.record_left_to_lease(grant.claim());
         return ReleaseOutcome::Unknown(BackendError::transient(
@@ -561,14 +565,15 @@ fn emit_released(grant: &ActiveGrant) {
     });
 }
 
-/// The use of a grant by one holder: token, owner, number of guards. A grant has one hold at a
-/// time, and each hand-over begins a new one.
+/// The use of a grant by one holder: token, owner, number of guards. An exclusive grant has one
+/// hold at a time, and each hand-over begins a new hold. A shared grant may have several.
 #[derive(Debug)]
 pub(crate) struct Hold {
     grant: Arc<ActiveGrant>,
     token: FencingToken,
     owner: Option<Owner>,
-    /// The number of live guards. At zero, the hold has ended and the number stays zero.
+    /// The number of live guards. Zero once the hold has ended, and temporarily while the only
+    /// guard is being converted.
     guards: AtomicUsize,
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
@@ -581,9 +586,9 @@ pub(crate) struct Hold {
 /// Whether the lock is still held by one hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HoldState {
-    /// Held, or the last guard is just being released.
+    /// Held, or the last guard is just being removed.
     Held,
-    /// The last guard was released while the lock was held.
+    /// The last guard was removed while the lock was held.
     Released,
     Lost(LostReason),
 }
@@ -624,10 +629,10 @@ impl Hold {
                             None => break,
                         },
                         HoldState::Held => {
-                            // The lease renewer notifies of a loss. The deadline covers the case
-                            // that the renewer's runtime has shut down.
-                            // The task that detects the loss calls this task's waker. A panic of
-                            // the waker must not end that task.
+                            // The lease renewer notifies of a loss. `validity_ended` covers the
+                            // case that the renewer's runtime has shut down. The task that detects
+                            // the loss calls this task's waker. A panic of the waker must not end
+                            // that task.
                             with_panic_safe_waker(async {
                                 tokio::select! {
                                     biased;
@@ -689,8 +694,8 @@ impl Hold {
         self.guards.store(1, Ordering::Release);
     }
 
-    /// Ends this hold, whose lock was converted. Futures that wait for its loss then wait for that
-    /// of `successor`.
+    /// Ends this hold, whose lock was converted. Futures that wait for the loss of this hold then
+    /// wait for the loss of `successor`.
     pub(crate) fn end_by_conversion(&self, successor: &Arc<Self>) {
         // A strong reference: a future that is polled after the last guard is gone must find the
         // loss of the successor.
@@ -705,8 +710,8 @@ impl Hold {
         self.successor.get().cloned()
     }
 
-    /// Removes one guard. Returns `None` if others remain, or other holds of a shared grant. The
-    /// last one ends the hold; the result is an error if the lock was lost before.
+    /// Removes one guard. Returns `None` if this hold has other guards, or its shared grant has
+    /// other holds. The last guard ends the hold. Returns the reason if the lock was lost before.
     pub(crate) fn remove_guard(&self) -> Option<Result<EndingGrant, LostReason>> {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
@@ -716,7 +721,7 @@ impl Hold {
         if let Ok(Some(ending)) = &mut ended {
             ending.observe(self.token);
         }
-        // Before a hand-over, because a later loss of the claim belongs to the next hold.
+        // Stored before a hand-over, because a later loss of the claim belongs to the next hold.
         let end_state =
             ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
         self.end_state.store(end_state.code(), Ordering::Release);
@@ -725,8 +730,8 @@ impl Hold {
         ended.transpose()
     }
 
-    /// Emits the begin of this hold, unless that was emitted before. Called by the task that
-    /// acquired the lock, which may not be the task that handed it over.
+    /// Emits the event that this hold began, unless that event was emitted before. Called by the
+    /// task that acquired the lock, which may not be the task that handed it over.
     pub(crate) fn observe(&self) {
         let grant = &self.grant;
         if grant.engine().observers.is_empty() || self.observed_id.load(Ordering::Relaxed) != 0 {
@@ -744,9 +749,10 @@ impl Hold {
 
     /// Returns the state of this hold.
     pub(crate) fn state(&self) -> HoldState {
-        // The loss is read first: if this hold has not ended after that, the loss is its own.
+        // The loss is read before the end state. If the hold has not ended by then, the loss
+        // belongs to this hold, not to a later one.
         let loss = self.grant.loss();
-        match HoldState::of_code(self.end_state.load(Ordering::Acquire)) {
+        match HoldState::from_code(self.end_state.load(Ordering::Acquire)) {
             HoldState::Held => loss.map_or(HoldState::Held, HoldState::Lost),
             ended => ended,
         }
@@ -775,7 +781,7 @@ impl HoldState {
         }
     }
 
-    fn of_code(code: u8) -> Self {
+    fn from_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Held)
     }
 }
@@ -787,7 +793,7 @@ mod tests {
     #[test]
     fn every_hold_state_survives_its_code() {
         for state in HoldState::ALL {
-            assert_eq!(HoldState::of_code(state.code()), state);
+            assert_eq!(HoldState::from_code(state.code()), state);
         }
     }
 }

@@ -18,9 +18,9 @@ use crate::key::Key;
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
 /// A backend receives the handle through [`LockBackend::subscribe`](crate::LockBackend::subscribe).
-/// All clones notify the same registry. A handle does not keep the registry alive. Calls are cheap,
-/// do not wait and never panic. They may come from any thread, inside or outside a runtime, at any
-/// rate.
+/// All clones notify the same registry. A handle does not keep the registry alive. Calls of its
+/// methods are cheap, do not wait and never panic. You may call them on any thread, inside or
+/// outside a runtime, at any rate.
 ///
 /// A notification by itself ends no lock. The registry sends a verification, which is an early
 /// renewal, and the store's response decides. If the claim is gone, the lock is lost; otherwise,

@@ -52,14 +52,15 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. This count is separate, so that
     /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
-    /// The number of times that the interval between verifications has doubled since the last pause
-    /// of invalidations.
+    /// The number of times that the interval between verifications has doubled since invalidations
+    /// last paused.
     interval_doublings: u32,
     verification: Verification,
     /// The time of the verification that needs no invalidation. `FUTURE` if the store needs no such
     /// verification, or once the store has confirmed the claim.
     first_verification_at: Moment,
-    last_is_verification: bool,
+    /// The last request was a verification.
+    last_was_verification: bool,
     /// The last response was an error. `pause` is then the pause after this error.
     last_failed: bool,
     /// The time at which the lease renewer sent its last request.
@@ -137,7 +138,7 @@ impl Lease {
             interval_doublings: 0,
             verification: Verification::NotNeeded,
             first_verification_at: Moment::FUTURE,
-            last_is_verification: false,
+            last_was_verification: false,
             last_failed: false,
             last_sent_at: Moment::PAST,
             pause: Pause::NONE,
@@ -270,7 +271,7 @@ impl Lease {
         if self.verification == Verification::Needed {
             self.verification = Verification::InFlight;
         }
-        self.last_is_verification = is_verification;
+        self.last_was_verification = is_verification;
         self.last_failed = false;
         self.last_sent_at = now;
         self.pause = Pause::starting(now, operation_timeout);
@@ -356,7 +357,7 @@ impl Lease {
         self.last_failed = true;
         self.pause = Pause::starting(now, pause);
         // A failed verification does not move the next renewal.
-        if !self.last_is_verification || sent_at != self.last_sent_at {
+        if !self.last_was_verification || sent_at != self.last_sent_at {
             self.renew_at = self.pause.until;
         }
         self.renews

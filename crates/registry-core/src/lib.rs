@@ -5,21 +5,22 @@
 //! hand-over and clean-up.
 //!
 //! A registry runs its background tasks in the tokio runtime in which it is built. The futures of
-//! registries, locks and guards must be polled inside a tokio runtime with time enabled, this one
-//! or another. Elsewhere they panic when they have to wait. A guard may be dropped anywhere.
+//! registries, locks and guards must be polled inside a tokio runtime with time enabled, which may
+//! be another one. Outside such a runtime, they panic when they have to wait. A guard may be
+//! dropped anywhere.
 //!
-//! The modules are listed in the order in which an acquisition uses them.
+//! Within a group, the modules are listed roughly in the order in which an acquisition uses them.
 
 // Public API.
 mod registry;
 mod ext;
-mod fairness;
 mod routing;
 mod lock;
 mod options;
 // One acquisition.
 mod acquire;
 mod local_lock;
+mod fairness;
 mod permit_for_backend;
 mod pending_claim;
 mod registration;

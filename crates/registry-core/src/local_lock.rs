@@ -37,7 +37,7 @@ use crate::stall_detector::StallCheck;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
-/// The table of the local locks of one registry, by key.
+/// The local locks of one registry, by key.
 pub(crate) struct LocalLocks {
     local_locks: DashMap<Key, Weak<LocalLock>>,
     /// The number of removals since the size of the table was last checked.
@@ -159,16 +159,17 @@ pub(crate) struct LocalLock {
     /// The table that this local lock is in.
     table: Arc<LocalLocks>,
     wait_queue: Mutex<WaitQueue>,
-    /// A hint, read without locking the queue. If it is false, the queue is empty, or its first
-    /// waiter is just joining. If it is true, the queue may nevertheless be empty.
+    /// A hint, read without locking the queue. If false, the queue is empty, or its first waiter is
+    /// just joining. If true, the queue may nevertheless be empty.
     has_waiters: AtomicBool,
     /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
     /// caller with the local permit writes it.
     has_store_error: AtomicBool,
-    /// The number of invalidations of this key. An acquisition compares it before and after its
-    /// request.
+    /// The number of invalidations of this key. An acquisition compares this number before and
+    /// after its request.
     epoch: AtomicU32,
-    /// The last entry of this key in the schedule. The lease renewer finds the active grant by it.
+    /// The last entry of this key in the schedule. The lease renewer finds the active grant through
+    /// this entry.
     pub(crate) last_schedule_key: LastScheduleKey,
 }
 
@@ -181,10 +182,10 @@ struct WaitQueue {
     store_error: Option<BackendError>,
     /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
     exclusive_hold: Weak<Hold>,
-    /// The shared and upgradable holds with an owner, who may re-enter.
+    /// The shared and upgradable holds that have an owner; that owner can re-enter.
     shared_holds: Vec<Weak<Hold>>,
     /// The last shared grant, which further readers may join.
-    joinable: Weak<ActiveGrant>,
+    joinable_grant: Weak<ActiveGrant>,
     /// The grants of this key that are not exclusive. Several can exist at the same time. Some may
     /// have ended.
     concurrent_grants: Vec<Weak<ActiveGrant>>,
@@ -347,8 +348,8 @@ pub(crate) enum NotAdmitted {
     /// The caller was first in the queue but was not polled for the length of a lease. It must
     /// queue again.
     PassedOn,
-    /// The owner holds the key in a mode that excludes the requested one, so it would wait for
-    /// itself.
+    /// The owner holds the key in a mode that excludes the requested one, so the caller would wait
+    /// for its own owner.
     HeldByOwner(ClaimMode),
     /// The registry is closing.
     Closed,
@@ -577,7 +578,7 @@ impl LocalLock {
 
     /// Makes further readers join `grant`, which is shared.
     pub(crate) fn offer_to_readers(&self, grant: &Arc<ActiveGrant>) {
-        self.wait_queue().joinable = Arc::downgrade(grant);
+        self.wait_queue().joinable_grant = Arc::downgrade(grant);
     }
 
     /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
@@ -656,7 +657,7 @@ impl WaitQueue {
         if options.mode != ClaimMode::Shared {
             return None;
         }
-        self.joinable.upgrade()?.join(options, owner.cloned())
+        self.joinable_grant.upgrade()?.join(options, owner.cloned())
     }
 
     /// Makes the readers at the front of the queue join the current shared grant. Returns their
@@ -732,8 +733,8 @@ impl WaitQueue {
         }
     }
 
-    /// Records that the local permit or the claim is sent to `waiter`, which was just removed from
-    /// the queue. Returns the waiter's channel.
+    /// Records that `waiter`, which was just removed from the queue, is being sent the local permit
+    /// or the claim. Returns the waiter's channel.
     fn record_sent(
         &mut self,
         ticket: u64,
@@ -745,8 +746,9 @@ impl WaitQueue {
         waiter.channel
     }
 
-    /// Returns another guard for `owner` if it holds the key in a mode that includes `wanted`.
-    /// Fails if it holds the key in a mode that excludes `wanted`.
+    /// Returns another guard for `owner` if this owner holds the key in a mode that includes
+    /// `wanted`. Returns the held mode as the error if that mode excludes `wanted`. Returns `None`
+    /// if the owner must queue.
     fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
         let mut result = None;
         for hold in std::iter::once(&self.exclusive_hold).chain(&self.shared_holds) {
@@ -808,7 +810,7 @@ impl Drop for LocalLock {
 }
 
 /// The local permit: the right of one caller of this process to compete for the key in the store.
-/// Dropping it passes it to the next caller in the queue.
+/// Dropping the permit passes it to the next caller in the queue.
 #[derive(Debug)]
 pub(crate) struct LocalPermit {
     local_lock: Option<Arc<LocalLock>>,

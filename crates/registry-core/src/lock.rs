@@ -65,7 +65,7 @@ impl DistributedLock {
     /// released in the background.
     ///
     /// # Panics
-    /// Outside a tokio runtime, or in one without time, it panics when it has to wait.
+    /// Outside a tokio runtime with time enabled, the future panics when it has to wait.
     ///
     /// # Examples
     /// ```
@@ -73,7 +73,7 @@ impl DistributedLock {
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Registry::in_memory()?;
     /// let guard = registry.obtain("orders/42").lock().await?;
-    /// // … work, giving guard.fencing_token() along with each write …
+    /// // … work, and send guard.fencing_token() with each write …
     /// guard.unlock().await?;
     /// # Ok(()) }
     /// ```
@@ -119,8 +119,8 @@ impl DistributedLock {
         self.try_lock_with(LockOptions::new().wait(wait)).await
     }
 
-    /// Acquires this lock with `options`. Without [`LockOptions::wait`], it waits without a time
-    /// limit.
+    /// Acquires this lock with `options`. Without [`LockOptions::wait`], the call waits without a
+    /// time limit.
     ///
     /// # Errors
     /// As [`lock`](Self::lock). [`LockError::WaitElapsed`] if the lock was held until the end of
@@ -137,13 +137,13 @@ impl DistributedLock {
     }
 
     /// Acquires this lock with `options`. Returns `Ok(None)` if the lock was held until the end of
-    /// their [`wait`](LockOptions::wait). Without a wait, it tries once, as
+    /// their [`wait`](LockOptions::wait). Without a wait, the call tries once, as
     /// [`try_lock`](Self::try_lock).
     ///
     /// # Errors
-    /// As [`try_lock`](Self::try_lock) without a wait, and as
-    /// [`try_lock_for`](Self::try_lock_for) with one. [`LockError::InvalidOption`] for a value that
-    /// the store does not accept, before any I/O.
+    /// Without a wait, as [`try_lock`](Self::try_lock). With a wait, as
+    /// [`try_lock_for`](Self::try_lock_for). [`LockError::InvalidOption`] for a value that the
+    /// store does not accept, before any I/O.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -157,12 +157,13 @@ impl DistributedLock {
         self.try_acquire(ClaimMode::Exclusive, options).await
     }
 
-    /// Acquires this lock for reading: shared with other readers and one
-    /// [upgradable](Self::upgradable) holder, without an exclusive one. Waits without a time limit.
+    /// Acquires this lock for reading, waiting without a time limit. Other readers and one
+    /// [upgradable](Self::upgradable) holder may hold the lock at the same time, but no exclusive
+    /// holder.
     ///
     /// A waiting exclusive caller blocks new readers, in other processes too, so that readers
-    /// cannot starve it. Readers of one process share one grant of the store where its lease allows
-    /// this.
+    /// cannot starve it. Readers of one process that use the same options share one grant of the
+    /// store, within the limits of a hand-over.
     ///
     /// # Errors
     /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no shared locks, before
@@ -220,7 +221,7 @@ impl DistributedLock {
         self.try_read_with(LockOptions::new().wait(wait)).await
     }
 
-    /// Acquires this lock for reading with `options`. Without [`LockOptions::wait`], it waits
+    /// Acquires this lock for reading with `options`. Without [`LockOptions::wait`], the call waits
     /// without a time limit.
     ///
     /// # Errors
@@ -235,7 +236,7 @@ impl DistributedLock {
         self.acquire(ClaimMode::Shared, options).await
     }
 
-    /// Acquires this lock for reading with `options`. Without a wait, it tries once, as
+    /// Acquires this lock for reading with `options`. Without a wait, the call tries once, as
     /// [`try_read`](Self::try_read).
     ///
     /// # Errors
@@ -253,11 +254,12 @@ impl DistributedLock {
         self.try_acquire(ClaimMode::Shared, options).await
     }
 
-    /// Acquires this lock for reading, so that [`LockGuard::upgrade`] can make it exclusive. Shared
-    /// with readers; only one caller holds it as upgradable. Waits without a time limit.
+    /// Acquires this lock for reading, so that [`LockGuard::upgrade`] can make it exclusive. Waits
+    /// without a time limit. Readers may hold the lock at the same time, but no other upgradable
+    /// holder.
     ///
-    /// Two readers that both wanted to become exclusive would wait for each other. Only one holder
-    /// is upgradable, so this cannot happen.
+    /// Two readers that both upgraded would wait for each other. Only one holder is upgradable, so
+    /// this cannot happen.
     ///
     /// # Errors
     /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no upgradable locks,
@@ -288,7 +290,7 @@ impl DistributedLock {
     }
 
     /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without
-    /// [`LockOptions::wait`], it waits without a time limit.
+    /// [`LockOptions::wait`], the call waits without a time limit.
     ///
     /// # Errors
     /// As [`lock_with`](Self::lock_with) and [`upgradable`](Self::upgradable).
@@ -302,8 +304,8 @@ impl DistributedLock {
         self.acquire(ClaimMode::Upgradable, options).await
     }
 
-    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, it
-    /// tries once. Returns `Ok(None)` if the lock was not free in time.
+    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, the
+    /// call tries once. Returns `Ok(None)` if the lock was not free in time.
     ///
     /// # Errors
     /// As [`try_lock_with`](Self::try_lock_with) and [`upgradable`](Self::upgradable).
@@ -321,7 +323,7 @@ impl DistributedLock {
     }
 
     /// Acquires this lock in `mode`, for callers that choose the mode at run time. Without
-    /// [`LockOptions::wait`], it waits without a time limit.
+    /// [`LockOptions::wait`], the call waits without a time limit.
     ///
     /// A [`Semaphore`](crate::Semaphore) acquires the mode [`ClaimMode::Permits`].
     ///
@@ -343,7 +345,8 @@ impl DistributedLock {
         self.acquire_in(|| mode, options).await
     }
 
-    /// As [`acquire`](Self::acquire), in a mode that may change while the caller waits.
+    /// As [`acquire`](Self::acquire), in the mode that `mode` returns, which may change while the
+    /// caller waits.
     pub(crate) async fn acquire_in(
         &self,
         mode: impl Fn() -> ClaimMode,
@@ -357,8 +360,8 @@ impl DistributedLock {
         }
     }
 
-    /// Acquires this lock in `mode`. Without a wait, it tries once. Returns `Ok(None)` if the lock
-    /// was not free in time.
+    /// Acquires this lock in `mode`. Without a wait, the call tries once. Returns `Ok(None)` if the
+    /// lock was not free in time.
     ///
     /// # Errors
     /// As [`try_lock_with`](Self::try_lock_with) and [`acquire`](Self::acquire).
@@ -376,7 +379,8 @@ impl DistributedLock {
         self.try_acquire_in(|| mode, options).await
     }
 
-    /// As [`try_acquire`](Self::try_acquire), in a mode that may change while the caller waits.
+    /// As [`try_acquire`](Self::try_acquire), in the mode that `mode` returns, which may change
+    /// while the caller waits.
     pub(crate) async fn try_acquire_in(
         &self,
         mode: impl Fn() -> ClaimMode,
