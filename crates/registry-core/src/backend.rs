@@ -40,8 +40,8 @@ use crate::waiting_list::WaiterStore;
 ///    [`Capabilities::fencing`].
 /// 6. Only the future of [`wait`](Self::wait) is ever dropped before it is ready. All others are
 ///    polled until they are ready, unless the runtime itself shuts down.
-/// 7. A claim is granted only if its [mode](ClaimMode) is compatible with every other live grant of
-///    the key, and if the units of all permits fit. A claim of a mode that the store does not
+/// 7. A claim is granted only if its [mode](ClaimMode) is compatible with all other live grants of
+///    the key, and the units of all permits fit. A claim of a mode that the store does not
 ///    [declare](Capabilities::supports) is never sent.
 /// 8. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
 ///    is unknown, it returns an error. The engine then repeats the attempt and counts the first
@@ -53,12 +53,12 @@ use crate::waiting_list::WaiterStore;
 /// waiting and treats the outcome as unknown.
 ///
 /// # Required methods
-/// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
-/// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
-/// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
-/// no [`LockBatch`], no [`ValueStore`], no [`WaiterStore`], nothing to close. A backend that wraps
-/// another one must forward all thirteen; `#[deny(clippy::missing_trait_methods)]` on the `impl`
-/// checks this.
+/// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire), [`renew`](Self::renew)
+/// and [`release`](Self::release). Each other method has a default that is safe in every store. By
+/// default, a store has one shard, accepts every key, lets waiters poll, and lets renewals find
+/// losses. It has no [`LockAdmin`], [`LockBatch`], [`ValueStore`] or [`WaiterStore`], and nothing
+/// to close. A backend that wraps another one must forward all thirteen;
+/// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
 ///
 /// # Cancel safety
 /// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future
@@ -190,9 +190,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Closes connections. A registry calls this once when it is closed: after all its releases
-    /// have a response, or when the time limit of the close is over. A registry that is only
-    /// dropped does not call it. The default does nothing.
+    /// Closes connections. A registry calls this once when it is closed. All its releases then have
+    /// a response, or the time limit of the close is over. A registry that is only dropped does not
+    /// call it. The default does nothing.
     ///
     /// This returns no error. Claims that remain after a failed close end with their leases.
     ///
@@ -690,8 +690,9 @@ pub trait WakeCheck: Send + Sync {
     /// it skips the poll. It polls again when the holder's lease ends, when the wait has doubled,
     /// or after 30 s, whichever comes first.
     ///
-    /// Return true only if the server has confirmed the subscription, its connection has responded
-    /// recently, and no message since the `busy` response can have been missed. Must not block.
+    /// Return true only if the server has confirmed the subscription and its connection has
+    /// responded recently. No message since the `busy` response may have been missed. Must not
+    /// block.
     fn confirms_wake_ups(&self, claim: &Claim, busy: &Busy) -> bool;
 }
 

@@ -141,8 +141,9 @@ pub struct RenewalPolicy {
     /// verification is an early renewal. The default, `None`, adds no verification to the renewals.
     ///
     /// Set it for a store that [reports](crate::LockBackend::subscribe) only changes to records
-    /// that this client has read, if a renewal counts as a read and an acquisition does not.
-    /// Because of the delay, a lock that is held only briefly causes no extra request.
+    /// that this client has read. This option is for stores in which a renewal counts as such a
+    /// read and an acquisition does not. Because of the delay, a lock that is held only briefly
+    /// causes no extra request.
     pub verify_after: Option<Duration>,
 }
 

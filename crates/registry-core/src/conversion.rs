@@ -124,12 +124,12 @@ impl Conversion {
     }
 
     fn hold(&self) -> &Arc<Hold> {
-        self.hold.as_ref().expect("the hold is here until the conversion ends")
+        self.hold.as_ref().expect("the hold is present until the conversion ends")
     }
 
     /// Ends this conversion without a change, and returns the guard.
     fn into_guard(mut self) -> LockGuard {
-        let hold = self.hold.take().expect("the hold is here until the conversion ends");
+        let hold = self.hold.take().expect("the hold is present until the conversion ends");
         hold.resume_guards();
         LockGuard::new(hold)
     }
@@ -159,7 +159,7 @@ impl Conversion {
                 Ok(Attempt::Granted(granted)) => {
                     let converted = grant.convert(claim, granted, sent_at, epoch);
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
-                    let old_hold = self.hold.take().expect("the hold is here until now");
+                    let old_hold = self.hold.take().expect("the hold is present until now");
                     // After a hand-over, the token of the hold is not the first of its grant.
                     let keeps_token = granted.token == grant.first_token();
                     let token = if keeps_token { old_hold.token() } else { granted.token };

@@ -324,7 +324,7 @@ pub enum BackendErrorKind {
     /// The store is not set up for this client: missing table, missing folder, wrong schema
     /// version, eviction policy.
     Misconfigured,
-    /// The store's response is invalid: corrupt file, wrong type, unreadable reply.
+    /// The store's response is invalid: corrupt file, wrong type, unreadable response.
     Protocol,
 }
 

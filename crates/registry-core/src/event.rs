@@ -94,9 +94,9 @@ pub enum LockEvent<'a> {
     /// outcome is known or the lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, mode: ClaimMode, error: &'a BackendError },
-    /// A claim could not be released, so its key stays locked until its lease ends. The store did
-    /// not respond for the length of the lease, the store refused the release, or the registry was
-    /// closed before the end of a `min_hold`.
+    /// A claim could not be released, so its key stays locked until its lease ends. Possible
+    /// causes: the store did not respond for the length of the lease or refused the release, or
+    /// `close` ended before a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str, mode: ClaimMode },
     /// A candidate of the role `key` began to campaign.
@@ -110,8 +110,8 @@ pub enum LockEvent<'a> {
     #[non_exhaustive]
     LeadershipEnded { key: &'a str, token: FencingToken },
     /// A tick of the job `key` ended, or a call ran no tick. `completed_at` is the time at which
-    /// the last known tick was completed: on the store's clock if clients can read that clock,
-    /// otherwise on the clock of the process that ran the tick.
+    /// the last known tick was completed. It is a time on the store's clock if clients can read
+    /// that clock. Otherwise, it is on the clock of the host that ran the tick.
     #[non_exhaustive]
     Tick { key: &'a str, end: TickEnd, completed_at: Option<SystemTime> },
     /// The registry began to close and grants no more locks.

@@ -1,9 +1,9 @@
 //! Fairness between processes on a store without a queue.
 //!
 //! A release wakes all waiting processes at once. Without this module, the process with the
-//! shortest round trip would acquire the key every time: usually the releasing process, which needs
-//! no round trip to learn of the release. A process that polls would hardly ever find the key free.
-//! The engine therefore limits the share of the time for which one process holds a key.
+//! shortest round trip would acquire the key every time. The releasing process needs no round trip
+//! at all to learn of the release. A process that polls would hardly ever find the key free. The
+//! engine therefore limits the share of the time for which one process holds a key.
 //!
 //! A *turn* of a process lasts from its first attempt to the release of its claim. A process
 //! *meets* another holder when its attempt finds the key held.

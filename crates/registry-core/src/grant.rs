@@ -431,8 +431,8 @@ impl ActiveGrant {
         self.observed_holds.end_all(engine, &self.claim, reason);
         let (permit_to_pass_now, permit_to_pass_after_release) = match reason {
             // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
-            // may be unreachable, and the next local caller must find that out by its own request,
-            // instead of waiting for a release that cannot succeed.
+            // may be unreachable, so a release may not succeed. The next local caller sends its own
+            // request instead of waiting for the release.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
@@ -506,7 +506,7 @@ impl ActiveGrant {
     /// Returns a further hold of this shared grant for `owner`. Returns `None` if a claim with
     /// `options` needs a grant of its own.
     ///
-    /// The limits are those of a hand-over: readers that follow each other without end must not
+    /// The limits are those of a hand-over. Readers that follow each other without end must not
     /// keep a claim forever, because other processes cannot acquire the key meanwhile.
     pub(crate) fn join(
         self: &Arc<Self>,
@@ -860,7 +860,7 @@ impl EndingGrant {
     }
 
     pub(crate) fn grant(&self) -> &Arc<ActiveGrant> {
-        self.grant.as_ref().expect("the claim is here unless it was handed over")
+        self.grant.as_ref().expect("the grant is present until a hand-over")
     }
 }
 

@@ -251,7 +251,7 @@ impl AdmissionChannel {
         Arc::new(Self(Mutex::new(ChannelState::Pending(None))))
     }
 
-    /// Sends the waiter its admission. Must not be called while the wait queue is locked: a waker
+    /// Sends the waiter its admission. Must not be called while the wait queue is locked. A waker
     /// may drop the task that it wakes, and the task's `Drop` locks the queue.
     fn send(&self, admission: Admission) {
         self.complete(ChannelState::Sent(admission));
@@ -584,8 +584,8 @@ impl LocalLock {
     /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // An exclusive hold may outlast this permit: a grant that was converted to exclusive has no
-        // permit, and the permit that passes on here belonged to another caller.
+        // An exclusive hold may outlast this permit. A grant that was converted to exclusive has no
+        // permit, so the permit that passes on here belonged to another caller.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
