@@ -1,5 +1,5 @@
-//! The in-process store. Leases, tokens and wake-ups work as in other stores, so that it can serve
-//! as their reference.
+//! The in-process store. Leases, tokens and wake-ups work as in other stores, so that this store
+//! can serve as a reference for them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,23 +33,23 @@ use crate::waiting_list::{WaiterStore, WaitingClaim};
 /// Registries over clones of one store compete for locks as separate processes do, which suits
 /// tests of code that locks. A free key uses no memory.
 #[derive(Clone, Default)]
-pub struct MemoryBackend(Arc<Records>);
+pub struct MemoryBackend(Arc<MemoryState>);
 
 #[derive(Default)]
-struct Records {
-    held: DashMap<Key, MemoryRecord>,
-    /// The largest token of all keys that was granted or reserved. The next one is larger, and so
-    /// tokens grow over all keys, and therefore for each key.
+struct MemoryState {
+    records: DashMap<Key, MemoryRecord>,
+    /// The largest token that was granted or reserved for any key. The next token is larger, so the
+    /// tokens of each key grow.
     last_token: AtomicU64,
-    /// The largest token of the blocks that exclusive grants have used without a reservation. The
-    /// next token is larger. A value of its own, because `last_token` decreases when reserved
-    /// tokens are returned.
-    last_covered: AtomicU64,
-    /// Microseconds since 1970 when the first token was granted.
+    /// The largest token that the holders of a removed [`ExclusiveGrant`] may have used without a
+    /// reservation. The next token is larger. This field is separate, because `last_token`
+    /// decreases when reserved tokens are returned.
+    last_used_token: AtomicU64,
+    /// The wall clock at the first grant, in microseconds since 1970.
     epoch_us: OnceLock<u64>,
-    /// The number of grants since expired records were last removed, and the number that starts the
-    /// next removal.
-    grants: AtomicU64,
+    /// The number of grants since expired records were last removed.
+    grants_since_sweep: AtomicU64,
+    /// The number of grants after which expired records are removed again.
     sweep_after: AtomicU64,
     values: DashMap<Key, LockValue>,
     waiting: DashMap<(Key, ClaimId), RegisteredWait>,
@@ -60,7 +60,7 @@ struct Records {
 enum MemoryRecord {
     /// One exclusive grant, and no claim that waits in the store.
     Exclusive(ExclusiveGrant),
-    /// Any claims.
+    /// Any number of claims of any mode, granted or waiting.
     Several(SeveralClaims),
 }
 
@@ -78,7 +78,7 @@ struct ExclusiveGrant {
     since: Moment,
     until: Moment,
     label: Option<Arc<str>>,
-    /// Notifies the waiters for the end of this record.
+    /// Notifies the waiters when this record ends. `None` until a claim waits.
     ended: Option<Arc<Notify>>,
 }
 
@@ -101,7 +101,7 @@ impl MemoryBackend {
     /// Returns the number of records, including expired ones that are not removed yet.
     #[must_use]
     pub fn records(&self) -> usize {
-        self.0.held.len()
+        self.0.records.len()
     }
 
     pub(crate) fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -116,19 +116,19 @@ impl MemoryBackend {
     }
 }
 
-impl Records {
+impl MemoryState {
     /// Returns the first of `block` tokens, and makes the next one larger than all of them.
     ///
-    /// The count starts at the microseconds since 1970. A resource that remembers tokens of an
-    /// earlier run of the process therefore accepts those of this one. The exception is an earlier
-    /// run that granted more than a million locks a second throughout.
+    /// The tokens start at the microseconds since 1970. A resource that remembers tokens of an
+    /// earlier run of the process therefore accepts the tokens of this run. The exception is an
+    /// earlier run that used more than a million tokens a second on average.
     fn next_token(&self, block: u32) -> Option<FencingToken> {
-        // Read once: every later token is larger than the one before in any case.
+        // The clock is read only once, because each later token exceeds the previous one anyway.
         let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
-            let covered = self.last_covered.load(Ordering::Acquire);
-            let token = FencingToken::new(last.max(covered).saturating_add(1).max(now))?;
+            let last_used = self.last_used_token.load(Ordering::Acquire);
+            let token = FencingToken::new(last.max(last_used).saturating_add(1).max(now))?;
             let reserved = last_of_block(token, block);
             match self.last_token.compare_exchange_weak(
                 last,
@@ -142,12 +142,12 @@ impl Records {
         }
     }
 
-    /// Makes the next token larger than the first `used` tokens of a record that ends. No
-    /// reservation is needed before: until the record ends, its key has no other grant.
-    fn cover(&self, record: &ExclusiveGrant, used: u32) {
+    /// Makes the next token larger than the first `used` tokens of a record that ends. The tokens
+    /// need no reservation before that, because the key has no other grant until the record ends.
+    fn mark_tokens_used(&self, record: &ExclusiveGrant, used: u32) {
         if used > 1 {
             let last = last_of_block(record.token, used);
-            self.last_covered.fetch_max(last, Ordering::AcqRel);
+            self.last_used_token.fetch_max(last, Ordering::AcqRel);
         }
     }
 
@@ -156,7 +156,8 @@ impl Records {
         self.next_token(block).ok_or_else(out_of_tokens)
     }
 
-    /// Returns the reserved tokens that a grant did not use, if no later one was granted.
+    /// Makes the reserved tokens that an ended grant did not use available again, unless a later
+    /// token was granted or reserved.
     fn return_tokens(&self, entry: &RecordEntry, used: u32) {
         if let Some(token) = entry.token {
             let reserved = last_of_block(token, entry.token_block);
@@ -166,18 +167,19 @@ impl Records {
         }
     }
 
-    /// Removes the records of holders that did not release, after a number of grants.
+    /// Counts a grant. Removes the expired records once `sweep_after` grants, and at least
+    /// [`SWEEP_AFTER_MIN`], have been counted since the last removal.
     fn sweep(&self, now: Moment) {
-        // Counting the records would lock all shards of the map.
-        let grants = self.grants.fetch_add(1, Ordering::Relaxed);
+        // Counts grants, because counting the records would lock all shards of the map.
+        let grants = self.grants_since_sweep.fetch_add(1, Ordering::Relaxed);
         if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
-            self.grants.store(0, Ordering::Relaxed);
+            self.grants_since_sweep.store(0, Ordering::Relaxed);
             let mut ended = Vec::new();
-            self.held.retain(|_, record| match record {
+            self.records.retain(|_, record| match record {
                 MemoryRecord::Exclusive(grant) => {
                     let is_live = grant.is_live(now);
                     if !is_live {
-                        self.cover(grant, grant.block);
+                        self.mark_tokens_used(grant, grant.block);
                         ended.extend(grant.ended.take());
                     }
                     is_live
@@ -189,9 +191,9 @@ impl Records {
                     !several.record.is_empty()
                 }
             });
-            self.sweep_after.store(self.held.len() as u64, Ordering::Relaxed);
-            // After the removal: a waker may poll its task synchronously, and that task uses this
-            // map.
+            self.sweep_after.store(self.records.len() as u64, Ordering::Relaxed);
+            // Notifies after the map is unlocked: a waker may poll its task synchronously, and that
+            // task uses the map.
             ended.iter().for_each(|ended| ended.notify_waiters());
         }
     }
@@ -266,7 +268,7 @@ impl LockBackend for MemoryBackend {
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let now = Moment::now();
-        let renew = |claim: &Claim| match self.0.held.get_mut(claim.key()) {
+        let renew = |claim: &Claim| match self.0.records.get_mut(claim.key()) {
             Some(mut record) => match &mut *record {
                 MemoryRecord::Exclusive(grant)
                     if grant.claim == claim.id() && grant.is_live(now) =>
@@ -279,7 +281,7 @@ impl LockBackend for MemoryBackend {
             },
             None if mutated(Mutant::RenewAfterRelease) => match self.0.grant(claim, now) {
                 Ok(grant) => {
-                    self.0.held.insert(claim.key().clone(), MemoryRecord::Exclusive(grant));
+                    self.0.records.insert(claim.key().clone(), MemoryRecord::Exclusive(grant));
                     Renewal::Renewed(claim.lease())
                 }
                 Err(_) => Renewal::Gone,
@@ -295,8 +297,8 @@ impl LockBackend for MemoryBackend {
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         loop {
-            // Listening starts while the record is locked, so that no change can be missed.
-            let (changed, is_exclusive) = match self.0.held.get_mut(claim.key()).as_deref_mut() {
+            // The waiter subscribes while the record is locked, so that it misses no change.
+            let (changed, is_exclusive) = match self.0.records.get_mut(claim.key()).as_deref_mut() {
                 Some(MemoryRecord::Exclusive(grant))
                     if grant.token.get() == busy.mark && grant.is_live(Moment::now()) =>
                 {
@@ -378,7 +380,7 @@ impl WaiterStore for MemoryBackend {
 impl ValueStore for MemoryBackend {
     #[expect(
         clippy::disallowed_methods,
-        reason = "schedules are stated in wall-clock time; nothing ends at it"
+        reason = "job schedules use the wall clock; no lease depends on it"
     )]
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         let value = self.0.values.get(key).map(|value| value.clone());
@@ -393,7 +395,7 @@ impl ValueStore for MemoryBackend {
     ) -> Result<ValueWrite, BackendError> {
         let now = Moment::now();
         // The record stays locked until the value is written.
-        let record = self.0.held.get(claim.key());
+        let record = self.0.records.get(claim.key());
         let is_held = record.as_ref().is_some_and(|record| match &**record {
             MemoryRecord::Exclusive(grant) => grant.claim == claim.id() && grant.is_live(now),
             MemoryRecord::Several(several) => {
@@ -417,29 +419,29 @@ impl ValueStore for MemoryBackend {
 impl LockAdmin for MemoryBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let now = Moment::now();
-        Ok(self.0.held.get(key).map(|record| record.holders(key, now)).unwrap_or_default())
+        Ok(self.0.records.get(key).map(|record| record.holders(key, now)).unwrap_or_default())
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let now = Moment::now();
         let holders = |entry: RefMulti<'_, Key, MemoryRecord>| entry.holders(entry.key(), now);
-        Ok(self.0.held.iter().flat_map(holders).collect())
+        Ok(self.0.records.iter().flat_map(holders).collect())
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let now = Moment::now();
-        let released = match self.0.held.entry(key.clone()) {
+        let released = match self.0.records.entry(key.clone()) {
             Entry::Vacant(_) => Release::NotHeld,
             Entry::Occupied(mut entry) => match entry.get_mut() {
                 MemoryRecord::Exclusive(grant) => {
-                    self.0.cover(grant, grant.block);
+                    self.0.mark_tokens_used(grant, grant.block);
                     let is_live = grant.is_live(now);
                     drop(entry.remove());
                     if is_live { Release::Freed } else { Release::NotHeld }
                 }
                 MemoryRecord::Several(several) => {
                     let released = several.record.force_release(micros(now));
-                    Records::after_change(entry);
+                    MemoryState::after_change(entry);
                     released
                 }
             },
@@ -451,25 +453,25 @@ impl LockAdmin for MemoryBackend {
     }
 }
 
-impl WakeCheck for Records {
+impl WakeCheck for MemoryState {
     fn confirms_wake_ups(&self, claim: &Claim, busy: &Busy) -> bool {
-        // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
-        // the end of the lease.
-        self.held.get(claim.key()).is_some_and(|record| match &*record {
+        // The end of the record notifies the waiter. The expiry of the lease does not, but the
+        // engine polls at that time.
+        self.records.get(claim.key()).is_some_and(|record| match &*record {
             MemoryRecord::Exclusive(grant) => {
                 grant.token.get() == busy.mark && grant.ended.is_some()
             }
-            // Of several grants, one can expire without a notification before the last one.
+            // One of several grants may expire before the last one, without a notification.
             MemoryRecord::Several(_) => false,
         })
     }
 }
 
-impl Records {
+impl MemoryState {
     fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let now = Moment::now_coarse();
         let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
-        let (attempt, ended) = match self.held.entry(claim.key().clone()) {
+        let (attempt, replaced) = match self.records.entry(claim.key().clone()) {
             Entry::Occupied(mut entry) => match entry.get_mut() {
                 MemoryRecord::Exclusive(grant) if grant.is_live(now) => {
                     if grant.claim == claim.id() && !claim.is_conversion() {
@@ -486,23 +488,23 @@ impl Records {
                             .with_mark(grant.token.get());
                         return Ok(Attempt::Busy(busy));
                     }
-                    self.cover(grant, grant.block);
+                    self.mark_tokens_used(grant, grant.block);
                     let mut several = SeveralClaims::new();
                     several.record.insert(grant.to_entry(claim.key()));
-                    let before = entry.insert(MemoryRecord::Several(several));
-                    (self.acquire_in(entry, claim, now)?, Some(before))
+                    let replaced = entry.insert(MemoryRecord::Several(several));
+                    (self.acquire_in(entry, claim, now)?, Some(replaced))
                 }
                 MemoryRecord::Exclusive(grant) if is_simple => {
-                    self.cover(grant, grant.block);
+                    self.mark_tokens_used(grant, grant.block);
                     let grant = self.grant(claim, now)?;
                     let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
                     (granted, Some(entry.insert(MemoryRecord::Exclusive(grant))))
                 }
                 MemoryRecord::Exclusive(grant) => {
-                    self.cover(grant, grant.block);
+                    self.mark_tokens_used(grant, grant.block);
                     let several = MemoryRecord::Several(SeveralClaims::new());
-                    let before = entry.insert(several);
-                    (self.acquire_in(entry, claim, now)?, Some(before))
+                    let replaced = entry.insert(several);
+                    (self.acquire_in(entry, claim, now)?, Some(replaced))
                 }
                 MemoryRecord::Several(_) => (self.acquire_in(entry, claim, now)?, None),
             },
@@ -517,9 +519,9 @@ impl Records {
                 (self.acquire_in(entry, claim, now)?, None)
             }
         };
-        // After the map's lock is released: the drop wakes waiters, and a waker may poll its task
-        // synchronously, which uses this map.
-        drop(ended);
+        // Dropped after the map is unlocked: the drop wakes waiters, a waker may poll its task
+        // synchronously, and that task uses the map.
+        drop(replaced);
         if matches!(attempt, Attempt::Granted(_)) {
             self.sweep(now);
         }
@@ -536,7 +538,7 @@ impl Records {
         let MemoryRecord::Several(several) = entry.get_mut() else { return Ok(Attempt::Gone) };
         let reserve = || self.reserve_tokens(claim.token_block());
         let attempt = several.record.acquire(claim, micros(now), reserve);
-        // A weaker mode may let others in.
+        // A conversion to a weaker mode may let the store grant other claims.
         let is_converted = claim.is_conversion() && matches!(attempt, Ok(Attempt::Granted(_)));
         if is_converted || several.record.is_empty() {
             Self::after_change(entry);
@@ -553,27 +555,27 @@ impl Records {
         } else {
             drop(entry)
         }
-        // After the map is unlocked: a waker may poll its task synchronously, and that task uses
-        // the map.
+        // Notifies after the map is unlocked: a waker may poll its task synchronously, and that
+        // task uses the map.
         changed.notify_waiters();
     }
 
     fn release(&self, claim: &Claim) -> Release {
-        // Exact, because the result is the evidence whether its lease had ended.
+        // `now_coarse` does not suffice: the result reports whether the lease had ended.
         let now = Moment::now();
         let ours = |grant: &ExclusiveGrant| {
             grant.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner)
         };
-        // An expired record of this claim is removed too, but it had ended before.
-        let end = |record: &MemoryRecord| match record {
+        // An expired record of this claim is removed too, but the result is then `NotHeld`.
+        let must_remove = |record: &MemoryRecord| match record {
             MemoryRecord::Exclusive(grant) if ours(grant) => {
-                // Before the key is free, so that its next grant has a larger token.
-                self.cover(grant, claim.token_block().min(grant.block));
+                // Marked before the key is free, so that its next grant has a larger token.
+                self.mark_tokens_used(grant, claim.token_block().min(grant.block));
                 true
             }
             _ => false,
         };
-        match self.held.remove_if(claim.key(), |_, record| end(record)) {
+        match self.records.remove_if(claim.key(), |_, record| must_remove(record)) {
             Some((_, MemoryRecord::Exclusive(grant))) if grant.is_live(now) => Release::Freed,
             Some(_) => Release::NotHeld,
             None => self.release_in(claim, now),
@@ -582,7 +584,7 @@ impl Records {
 
     /// Releases a claim of a key with several claims.
     fn release_in(&self, claim: &Claim, now: Moment) -> Release {
-        let Entry::Occupied(mut occupied) = self.held.entry(claim.key().clone()) else {
+        let Entry::Occupied(mut occupied) = self.records.entry(claim.key().clone()) else {
             return Release::NotHeld;
         };
         let MemoryRecord::Several(several) = occupied.get_mut() else { return Release::NotHeld };
@@ -614,12 +616,13 @@ fn out_of_tokens() -> BackendError {
     )
 }
 
-/// Returns the last of `count` tokens.
+/// Returns the last of `count` consecutive tokens from `first` on.
 fn last_of_block(first: FencingToken, count: u32) -> u64 {
     first.get().saturating_add(u64::from(count.max(1)) - 1)
 }
 
-/// Returns a time as microseconds that are never negative.
+/// Returns a time in microseconds. The offset keeps times before the clock's origin from being
+/// negative.
 fn micros(time: Moment) -> u64 {
     const OFFSET: i64 = 1 << 53;
     u64::try_from(time.to_bits().div_euclid(1_000) + OFFSET).unwrap_or(0)
@@ -631,11 +634,11 @@ impl fmt::Debug for MemoryBackend {
     }
 }
 
-/// Returns microseconds since 1970 on the wall clock. A jump of that clock does no harm, because
-/// each token is also larger than the last one.
+/// Returns the wall clock in microseconds since 1970. A jump of this clock does no harm, because
+/// each token is also larger than the previous one.
 #[expect(
     clippy::disallowed_methods,
-    reason = "a number to start tokens from, not a time that anything ends at"
+    reason = "the first token is derived from it; no lease depends on it"
 )]
 fn epoch_us() -> u64 {
     let since = std::time::SystemTime::now()
@@ -644,4 +647,5 @@ fn epoch_us() -> u64 {
     u64::try_from(since.as_micros()).unwrap_or(0)
 }
 
+/// The minimum number of grants between two removals of expired records.
 const SWEEP_AFTER_MIN: u64 = 1_024;

@@ -20,6 +20,7 @@ pub(crate) type FirstRenewalSender = oneshot::Sender<Result<(), LostReason>>;
 pub(crate) struct MinHold<'a, E> {
     pub(crate) claim: &'a Claim,
     pub(crate) engine: &'a Engine,
+    /// The end of the `min_hold`.
     pub(crate) end: Moment,
     /// The end of the lease.
     pub(crate) valid_until: Moment,
@@ -46,10 +47,10 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
     async fn renew_until_end(&self, mut first_renewal: Option<FirstRenewalSender>) {
         let (engine, end) = (self.engine, self.end);
         let mut send_outcome = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
-        let mut until = self.valid_until;
+        let mut valid_until = self.valid_until;
         let mut failures = 0;
         let mut epoch = (self.epoch)();
-        let mut must_renew = until < end;
+        let mut must_renew = valid_until < end;
         loop {
             let mut next_at = end;
             if must_renew {
@@ -62,8 +63,9 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                 let pause = match renewal.response_within(engine.defaults.operation_timeout).await {
                     Some(Ok(Renewal::Renewed(granted))) => {
                         failures = 0;
-                        until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));
-                        must_renew = until < end;
+                        let trusted = granted.saturating_sub(drift_margin(granted));
+                        valid_until = valid_until.max(now.after(trusted));
+                        must_renew = valid_until < end;
                         granted / 3
                     }
                     Some(Ok(Renewal::Gone)) => {
@@ -81,7 +83,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                 };
                 let next = Moment::now().after(pause.max(backoff(failures)));
                 // A renewal cannot restore a lease that is over.
-                must_renew &= until >= end || next < until;
+                must_renew &= valid_until >= end || next < valid_until;
                 if must_renew {
                     next_at = next.min(end);
                 }
@@ -100,8 +102,8 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
     async fn invalidated_before(&self, limit: Moment, known: Epoch) -> bool {
         let engine = self.engine;
         loop {
-            // The loop sleeps first. A renewal may itself cause an invalidation, and the loop must
-            // not verify the claim at once again.
+            // The loop sleeps before it compares epochs. A renewal may itself cause an
+            // invalidation, which must not cause the next renewal at once.
             engine.sleep_until(Moment::now().after(engine.defaults.poll).min(limit)).await;
             if Moment::now() >= limit {
                 return false;

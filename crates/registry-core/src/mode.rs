@@ -40,7 +40,8 @@ impl ClaimMode {
         }
     }
 
-    /// Returns the number of units that a claim of this mode takes. Zero if it is not `Permits`.
+    /// Returns the number of units that a claim of this mode takes. Zero for modes other than
+    /// `Permits`.
     #[must_use]
     pub fn units(self) -> u32 {
         match self {
@@ -89,7 +90,7 @@ impl FromStr for ClaimMode {
     }
 }
 
-/// The error of a text that is not the mode of a claim.
+/// The error for a text that is not a claim mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a claim mode; write exclusive, shared, upgradable, or permits N of M")]
 #[non_exhaustive]

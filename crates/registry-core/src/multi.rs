@@ -25,10 +25,10 @@ const PAUSE_DOUBLINGS_MAX: u32 = 2;
 /// A lock of several keys, which are acquired together.
 ///
 /// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
-/// busy, it releases the others, waits for the busy key, and tries again. Callers that use the keys
-/// in any order therefore cannot deadlock. But it waits without limit while two of the keys are
-/// never free at the same time. Each key is the same lock that
-/// [`obtain`](crate::LockRegistry::obtain) returns.
+/// busy, it releases the others, waits for the busy key, and tries again. Callers that lock the
+/// same keys in different orders therefore cannot deadlock. However, an acquisition without a
+/// deadline never ends if two of its keys are never free at the same time. Each key is the same
+/// lock that [`obtain`](crate::LockRegistry::obtain) returns.
 #[derive(Clone)]
 pub struct MultiLock {
     locks: Vec<DistributedLock>,
@@ -148,20 +148,21 @@ impl MultiLock {
             return Err(InvalidOption::no_keys().into());
         };
         let engine = first.local_lock()?.engine();
-        let own_options = engine.claim_options(options, ClaimMode::Exclusive)?;
-        let lease = own_options.as_ref().unwrap_or(&engine.default_options).lease.length;
-        // A failed round releases its keys at once. The `min_hold` begins with the guard.
+        let claim_options = engine.claim_options(options, ClaimMode::Exclusive)?;
+        let lease = claim_options.as_ref().unwrap_or(&engine.default_options).lease.length;
+        // A failed round must release its keys at once, so the `min_hold` begins only when all keys
+        // are held.
         let min_hold = options.min_hold;
         let options = &LockOptions { min_hold: None, ..options.clone() };
         let deadline = options.limited_wait().map(|wait| Moment::now().after(wait));
-        // The guard of the key that the previous round waited for.
-        let mut waited_for: Vec<LockGuard> = Vec::new();
+        // The guard of the busy key for which the previous round waited.
+        let mut kept_guards: Vec<LockGuard> = Vec::new();
         let mut rounds = 0;
         let mut failures = Failures::default();
         // Ends when all keys are held, at the deadline, or with an error.
         loop {
-            let mut guards = std::mem::take(&mut waited_for);
-            let busy = match self.try_others(options, &mut guards).await {
+            let mut guards = std::mem::take(&mut kept_guards);
+            let busy = match self.try_missing_keys(options, &mut guards).await {
                 Ok(busy) => busy,
                 Err(error) => {
                     drop(guards);
@@ -182,7 +183,7 @@ impl MultiLock {
                 return Ok(Some(MultiGuard { guards }));
             };
             if mutated(Mutant::HalfOfKeysKept) {
-                waited_for.extend(guards.pop());
+                kept_guards.extend(guards.pop());
             }
             // The lock holds no key while it waits.
             _ = unlock_all(guards).await;
@@ -197,8 +198,9 @@ impl MultiLock {
                 }
             };
             if rounds > 0 {
-                // Two callers whose attempts failed because of each other then retry at different
-                // times. During a longer pause, other callers would overtake this one repeatedly.
+                // Two callers may have made each other's attempts fail. The random pause makes them
+                // retry at different times. During a longer pause, other callers would overtake
+                // this caller repeatedly.
                 let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
                 sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
@@ -210,13 +212,13 @@ impl MultiLock {
                 Some(_) => busy.try_lock_with(wait_options).await?,
             };
             let Some(guard) = guard else { return Ok(None) };
-            waited_for.push(guard);
+            kept_guards.push(guard);
         }
     }
 
     /// Tries to acquire all keys that are not in `guards`, with one request if the store has a
-    /// batch. Returns the first key that was busy.
-    async fn try_others(
+    /// batch. Adds the new guards to `guards`. Returns a key that was busy, if there is one.
+    async fn try_missing_keys(
         &self,
         options: &LockOptions,
         guards: &mut Vec<LockGuard>,

@@ -26,9 +26,9 @@ pub enum Mutant {
     ReleaseErrorSwallowed,
     /// A waiter does not poll.
     WakeUpOnly,
-    /// The record of a key grants a shared claim beside an exclusive one.
+    /// The record of a key grants a shared claim alongside an exclusive claim.
     ReaderBesideWriter,
-    /// The record of a key grants an upgrade beside other grants.
+    /// The record of a key grants an upgrade alongside other grants.
     UpgradeBesideReaders,
     /// An upgrade does not take a new token.
     UpgradeKeepsToken,
@@ -38,7 +38,7 @@ pub enum Mutant {
     UnitsOfDeadHolderKept,
     /// A waiting exclusive claim does not block new readers.
     WriterStarved,
-    /// The place of a waiter does not lapse with its lease.
+    /// The queue place of a waiter does not expire with its lease.
     LapsedPlaceKept,
     /// The local permit passes to the last waiter instead of the first.
     WrongWaiterAdmitted,
@@ -46,14 +46,15 @@ pub enum Mutant {
     EndedGrantJoined,
     /// A lock of several keys keeps one of them while it waits for another.
     HalfOfKeysKept,
-    /// A queue grants a permit without the units that are taken before it. Only stores with a queue
-    /// use this; the check of all short queues finds it.
+    /// In a store's queue, a permit is granted without counting the units of the entries before it.
+    /// Only stores with a queue use this code. The test of all short queues finds this bug.
     QueuedUnitsNotSummed,
-    /// An upgrade in a queue ignores readers that hold the key. As above.
+    /// In a store's queue, an upgrade ignores readers that hold the key. Only stores with a queue
+    /// use this code. The test of all short queues finds this bug.
     QueuedUpgradeBesideReaders,
-    /// A registry does not verify its own claim after it has forced the release of the key. Tests
-    /// with a server find this; the simulation does not, because its in-process store reports each
-    /// loss.
+    /// After a forced release, the registries over the same backend do not verify their claims.
+    /// Tests with a server find this bug. The simulation does not, because its in-process store
+    /// reports each loss.
     BrokenLockUnverified,
     /// A caller that does not poll its future keeps its place in the queue, its local permit and
     /// its claim. The simulation has no such callers.
@@ -87,7 +88,7 @@ impl Mutant {
         Self::HalfOfKeysKept,
     ];
 
-    /// The bugs that the check of all short queues finds.
+    /// The bugs that the test of all short queues finds.
     pub const OF_QUEUES: [Self; 2] = [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeBesideReaders];
 }
 

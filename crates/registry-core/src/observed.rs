@@ -1,5 +1,5 @@
-//! Begin and end events of calls, holds and releases. Each end event follows exactly once, also
-//! after a dropped future, a panic or a loss: gauges and spans rely on it.
+//! Begin and end events of calls, holds and releases. Exactly one end event follows each begin
+//! event, even after a dropped future, a panic or a loss. Gauges and spans rely on this.
 
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use crate::fencing::FencingToken;
 use crate::key::Key;
 use crate::mode::ClaimMode;
 
-/// A call that acquires a lock. The drop emits its end.
+/// A call that acquires a lock. Dropping this value emits the end event.
 pub(crate) struct ObservedCall<'a> {
     engine: &'a Engine,
     key: &'a Key,
@@ -25,7 +25,7 @@ pub(crate) struct ObservedCall<'a> {
 }
 
 impl<'a> ObservedCall<'a> {
-    /// Emits the begin of a call. Returns `None` without observers.
+    /// Emits the begin event of a call. Returns `None` without observers.
     pub(crate) fn begin(engine: &'a Engine, key: &'a Key, mode: ClaimMode) -> Option<Self> {
         if engine.observers.is_empty() {
             return None;
@@ -36,7 +36,7 @@ impl<'a> ObservedCall<'a> {
         Some(call)
     }
 
-    /// Emits the end of the call.
+    /// Emits the end event of the call.
     pub(crate) fn end(mut self, end: AcquireEnd) {
         self.end = end;
     }
@@ -54,7 +54,7 @@ impl Drop for ObservedCall<'_> {
     }
 }
 
-/// The holds of one grant whose end has not been emitted.
+/// The holds of one grant whose end events have not been emitted.
 #[derive(Debug, Default)]
 pub(crate) struct ObservedHolds(Mutex<Vec<ObservedHold>>);
 
@@ -66,8 +66,8 @@ struct ObservedHold {
 }
 
 impl ObservedHolds {
-    /// Emits the begin of a hold, and returns its id. The caller then checks whether the grant is
-    /// lost: a loss before this call has not ended the hold.
+    /// Emits the begin event of a hold, and returns the id of the hold. The caller must then check
+    /// whether the grant is lost, because a loss before this call has not ended the hold.
     pub(crate) fn begin(&self, engine: &Engine, claim: &Claim, token: FencingToken) -> u64 {
         let (id, began_at) = (next_id(), Moment::now());
         let (key, mode) = (claim.key().as_str(), claim.mode());
@@ -76,7 +76,7 @@ impl ObservedHolds {
         id
     }
 
-    /// Emits the end of a hold whose last guard is gone.
+    /// Emits the end event of a hold whose last guard is gone.
     pub(crate) fn end(&self, engine: &Engine, claim: &Claim, id: u64) {
         let ended = {
             let mut list = self.list();
@@ -88,7 +88,7 @@ impl ObservedHolds {
         }
     }
 
-    /// Emits the ends of all holds of a lost grant.
+    /// Emits the end events of all holds of a lost grant.
     pub(crate) fn end_all(&self, engine: &Engine, claim: &Claim, reason: LostReason) {
         if engine.observers.is_empty() {
             return;
@@ -117,7 +117,7 @@ impl ObservedHold {
     }
 }
 
-/// A release. The drop emits its end.
+/// A release. Dropping this value emits the end event.
 #[derive(Debug)]
 pub(crate) struct ObservedRelease {
     engine: Arc<Engine>,
@@ -127,7 +127,7 @@ pub(crate) struct ObservedRelease {
 }
 
 impl ObservedRelease {
-    /// Emits the begin of a release. Returns `None` without observers.
+    /// Emits the begin event of a release. Returns `None` without observers.
     pub(crate) fn begin(engine: &Arc<Engine>, claim: &Claim, token: FencingToken) -> Option<Self> {
         if engine.observers.is_empty() {
             return None;

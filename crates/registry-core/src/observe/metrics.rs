@@ -17,7 +17,7 @@ use crate::mode::ClaimMode;
 /// limit: [`KeyNames`] derives `name` from the key. Most metrics have the label `mode`, with the
 /// [name](ClaimMode::name) of the mode; units are not a label.
 ///
-/// The gauges of waits and holds also decrease after a dropped future, a loss, a panic and a close.
+/// The gauges of waits and holds also decrease after a dropped future, a loss, a panic or a close.
 #[derive(Debug, Clone)]
 pub struct MetricsObserver {
     store: &'static str,
@@ -66,7 +66,7 @@ impl MetricsObserver {
         }
     }
 
-    /// Returns the labels `store` and `name`, and the given ones.
+    /// Returns the labels `store` and `name`, followed by `others`.
     fn labels<const N: usize>(
         &self,
         key: &str,
@@ -219,10 +219,10 @@ pub struct MetricDescription {
     pub name: &'static str,
     /// The kind.
     pub kind: MetricKind,
-    /// The labels in addition to `store` and `name`, each with its values. Those of `mode` are the
-    /// [names](ClaimMode::name) of the modes.
+    /// The labels in addition to `store` and `name`, each with its values. The values of `mode` are
+    /// the [names](ClaimMode::name) of the modes.
     pub labels: &'static [(&'static str, &'static [&'static str])],
-    /// What the metric counts.
+    /// What the metric measures.
     pub help: &'static str,
     unit: Unit,
 }

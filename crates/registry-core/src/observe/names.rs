@@ -7,8 +7,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 ///
 /// A key that matches a [pattern](Self::pattern) has the pattern as its name. In any other key, the
 /// parts that look like identifiers become `*`: numbers, dates, UUIDs, hashes, and long mixtures of
-/// letters and digits. The number of different names is [limited](Self::limit); all further keys
-/// have the name `other`.
+/// letters and digits. The number of different derived names is [limited](Self::limit). A key that
+/// would need a further name has the name `other`.
 ///
 /// # Examples
 /// ```
@@ -20,7 +20,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// assert_eq!(&*observer.name_of("tenants/acme/invoices"), "tenants/*/invoices");
 /// ```
 #[derive(Debug, Clone)]
-#[must_use = "names have an effect in an observer"]
+#[must_use = "names do nothing until an observer uses them"]
 pub struct KeyNames {
     patterns: Vec<Arc<str>>,
     limit: usize,
@@ -30,8 +30,8 @@ impl KeyNames {
     /// The default limit of the number of names.
     pub const LIMIT: usize = 100;
 
-    /// The maximum length of a derived name, in bytes. Keys with a longer one have the name
-    /// `other`.
+    /// The maximum length of a derived name, in bytes. A key with a longer derived name has the
+    /// name `other`.
     pub const NAME_BYTES_MAX: usize = 128;
 
     /// Returns the default: no patterns, and at most [`LIMIT`](Self::LIMIT) names.
@@ -106,20 +106,20 @@ fn matches(pattern: &str, text: &str) -> bool {
     };
     let Some(last) = parts.next_back() else { return rest.is_empty() };
     for part in parts {
-        // The first occurrence leaves the longest rest for the following parts.
+        // The first occurrence leaves the longest remainder for the following parts.
         let Some((_, after)) = rest.split_once(part) else { return false };
         rest = after;
     }
     rest.ends_with(last)
 }
 
-/// Returns `key` with `*` for each part that looks like an identifier.
+/// Returns `key` with `*` in place of each part that looks like an identifier.
 fn derived(key: &str) -> String {
     let mut name = String::with_capacity(key.len());
     for segment in key.split_inclusive(['/', ':']) {
         let separator = segment.ends_with(['/', ':']);
         let (segment, separator) = segment.split_at(segment.len() - usize::from(separator));
-        if is_date(segment) || is_hexadecimal(segment) {
+        if is_date_or_number(segment) || is_hexadecimal(segment) {
             name.push('*');
         } else {
             push_parts(&mut name, segment);
@@ -135,13 +135,14 @@ fn push_parts(name: &mut String, segment: &str) {
     for part in segment.split_inclusive(SEPARATORS) {
         let separator = part.chars().next_back().filter(|last| SEPARATORS.contains(last));
         let part = separator.map_or(part, |separator| &part[..part.len() - separator.len_utf8()]);
-        // `order123` and `order456` have the same name. The one or two digits of `s3` and `host12`
-        // may be part of a name.
-        let digits = part.len() - part.trim_end_matches(|it: char| it.is_ascii_digit()).len();
+        // At least three trailing digits are an identifier, as in `order123`. Fewer digits, as in
+        // `s3` and `host12`, may be part of a name.
+        let trailing_digits =
+            part.len() - part.trim_end_matches(|it: char| it.is_ascii_digit()).len();
         if is_identifier(part) {
             name.push('*');
-        } else if digits >= 3 {
-            name.push_str(&part[..part.len() - digits]);
+        } else if trailing_digits >= 3 {
+            name.push_str(&part[..part.len() - trailing_digits]);
             name.push('*');
         } else {
             name.push_str(part);
@@ -150,9 +151,9 @@ fn push_parts(name: &mut String, segment: &str) {
     }
 }
 
-/// Returns whether `text` begins with a digit and has only digits and the punctuation of dates and
-/// numbers.
-fn is_date(text: &str) -> bool {
+/// Returns whether `text` begins with a digit and contains only digits and the other characters of
+/// dates and numbers.
+fn is_date_or_number(text: &str) -> bool {
     text.starts_with(|first: char| first.is_ascii_digit())
         && text.bytes().all(|it| it.is_ascii_digit() || b"-_.,+TZ ".contains(&it))
 }

@@ -33,6 +33,7 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 #[derive(Debug, Clone, Default)]
 pub struct TracingObserver {
     store: Option<&'static str>,
+    /// The open spans, by the `id` of their events.
     spans: Arc<DashMap<u64, Span>>,
 }
 
