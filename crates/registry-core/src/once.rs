@@ -1,10 +1,10 @@
 //! Jobs that run once per tick of a schedule, over all processes.
 //!
-//! A lock alone cannot answer whether the run of three o'clock has happened: that run may have
-//! released the lock already. The value block of the job's key records the last completed tick. A
+//! A lock alone cannot show whether the three o'clock run has happened: that run may have released
+//! the lock already. The value block of the job's key therefore records the last completed tick. A
 //! run acquires the lock of the key, compares the tick with the record, runs the work, and writes
-//! the record under the lock. After a crash before the record is written, another process runs the
-//! tick once the lease has ended.
+//! the record under the lock. If a process crashes before it writes the record, another process
+//! runs the tick after the lease has ended.
 
 use std::fmt;
 use std::future::Future;
@@ -37,11 +37,11 @@ impl Job {
         Self { lock }
     }
 
-    /// Selects the tick: the number of a run, or the time at which a scheduler has started it.
+    /// Selects the tick: the number of a run, the time for which a scheduler planned it, or a name.
     ///
-    /// All processes must derive the same tick, for example from the time that a cron expression
-    /// matched, not from the time at which the process woke up. A number or time is done if it is
-    /// not larger than the last completed one. A [name](Tick::Name) is done only while it is the
+    /// All processes must derive the same tick. For example, derive a time from the cron expression
+    /// that matched, not from the time at which the process woke up. A number or time is done if it
+    /// is not larger than the last completed one. A [name](Tick::Name) is done only if it is the
     /// last completed one.
     pub fn tick(self, tick: impl Into<Tick>) -> ScheduledJob {
         self.scheduled(Schedule::Tick(tick.into()))
@@ -50,9 +50,10 @@ impl Job {
     /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at
     /// which its period begins, so a job may change its period.
     ///
-    /// The time is that of the store's clock where clients can read it, so that hosts whose clocks
-    /// differ agree. With etcd, it is this host's clock. With ZooKeeper, it is the leader's clock;
-    /// a process that has acquired no lock yet uses its host's clock for the check before the lock.
+    /// The time comes from the store's clock if clients can read this clock, so that hosts with
+    /// different clocks agree. With etcd, the time comes from this host's clock. With ZooKeeper, it
+    /// comes from the leader's clock. A process that has acquired no lock in ZooKeeper yet uses its
+    /// host's clock for the check before the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
         self.scheduled(Schedule::Every(period))
     }
@@ -107,8 +108,8 @@ impl From<u64> for Tick {
     }
 }
 
-/// Converts digits to a [`Tick::Number`], and any other text to a [`Tick::Name`], also digits of a
-/// number that is larger than [`u64::MAX`].
+/// Converts decimal digits to a [`Tick::Number`]. Any other text, and a number larger than
+/// [`u64::MAX`], becomes a [`Tick::Name`].
 impl From<&str> for Tick {
     fn from(text: &str) -> Self {
         // The parser also accepts a sign.
@@ -134,8 +135,8 @@ impl fmt::Display for Tick {
     }
 }
 
-/// What happens with ticks that no process has run, although a later tick is due. A job that has
-/// never run has missed nothing.
+/// What a run does with missed ticks. A tick is missed if no process has run it and a later tick is
+/// due. A job that has never run has missed nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CatchUp {
@@ -154,6 +155,7 @@ pub enum CatchUp {
 #[non_exhaustive]
 pub enum Outcome<T> {
     /// This process has run the work and recorded the tick. Contains the output for the last tick.
+    /// If this output is an `Err` of [`ScheduledJob::try_run`], its tick is not recorded.
     Ran(T),
     /// The tick was completed before, by this or another process.
     #[non_exhaustive]
@@ -165,8 +167,8 @@ pub enum Outcome<T> {
         /// The label of the process that completed it, if it has one.
         label: Option<String>,
     },
-    /// Another holder has the lock of the job, and probably runs the work. Missed ticks may have
-    /// run before.
+    /// Another holder has the lock of the job, and probably runs the work. This call may have run
+    /// missed ticks before.
     Busy,
 }
 
@@ -187,8 +189,9 @@ enum Schedule {
 }
 
 impl ScheduledJob {
-    /// Sets what happens with missed ticks. The default is [`CatchUp::Skip`]. Numbers and periods
-    /// can be missed. A time or a name that the caller states is always run alone.
+    /// Sets what a run does with missed ticks. The default is [`CatchUp::Skip`]. Only numbers and
+    /// the ticks of [`Job::every`] can be missed. A time or a name from [`Job::tick`] is always run
+    /// alone.
     pub fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
@@ -216,7 +219,7 @@ impl ScheduledJob {
     /// As [`DistributedLock::value`] and [`DistributedLock::lock_with`]. [`LockError::Lost`] if the
     /// lock was lost before the record was written: the tick is undone. [`LockError::Backend`] if
     /// the store did not confirm the record: the tick may be recorded or not.
-    /// [`LockError::InvalidOption`] for a period of less than a millisecond.
+    /// [`LockError::InvalidOption`] for a period of less than a millisecond or an invalid name.
     /// [`LockError::ForeignValue`] if the value block of the key is not the record of a job.
     ///
     /// # Cancel safety
@@ -265,7 +268,7 @@ impl ScheduledJob {
         loop {
             let (guard, mut ticks) = match (self.begin().await?, output) {
                 (Begun::Due(guard, ticks), _) => (guard, ticks),
-                // Another process has run the rest.
+                // Another process has run the remaining ticks.
                 (Begun::AlreadyDone(_), Some(output)) => return Ok(Outcome::Ran(Ok(output))),
                 (Begun::AlreadyDone(record), None) => return Ok(record.already_done()),
                 (Begun::Busy, _) => return Ok(Outcome::Busy),
@@ -287,7 +290,8 @@ impl ScheduledJob {
                 is_last = tick == ticks.newest;
             }
             release(guard).await;
-            // After a repeated write, the rest runs under another claim.
+            // After a repeated write, `ticks` ends early. The loop runs the remaining ticks under
+            // another claim.
             if is_last {
                 // `begin` returns at least one tick that is due.
                 return output.map(|output| Outcome::Ran(Ok(output))).ok_or(LockError::Closed);
@@ -295,8 +299,8 @@ impl ScheduledJob {
         }
     }
 
-    /// Acquires the lock of the job if a tick is due. For stores that write the record in another
-    /// way than [`Ticks::complete`]; applications call [`run`](Self::run).
+    /// Acquires the lock of the job if a tick is due. For backends that write the record in another
+    /// way than [`Ticks::complete`]. Applications call [`run`](Self::run) instead.
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -385,7 +389,8 @@ impl ScheduledJob {
     }
 }
 
-/// Emits a failed tick when it is dropped before [`end`](Self::end) or [`forget`](Self::forget).
+/// Emits the event of a failed tick when dropped, unless [`end`](Self::end) or
+/// [`forget`](Self::forget) consumes this value.
 struct FailedUnlessEnded<'a>(Option<&'a LocalLock>);
 
 impl<'a> FailedUnlessEnded<'a> {
@@ -399,7 +404,7 @@ impl<'a> FailedUnlessEnded<'a> {
         }
     }
 
-    /// Emits nothing.
+    /// Drops this value without an event.
     fn forget(mut self) {
         self.0 = None;
     }
@@ -441,9 +446,9 @@ pub enum Begun {
 pub struct Ticks {
     next: Option<Tick>,
     newest: Tick,
-    /// The difference between two ticks.
+    /// The difference between two consecutive ticks.
     step: u64,
-    /// The store's time at `read_at`.
+    /// The time at `read_at`, on the clock that [`Job::every`] describes.
     now: SystemTime,
     read_at: Moment,
 }
@@ -463,7 +468,8 @@ impl Ticks {
 
     /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
     /// lock is held, because without the record the tick would run twice. After a repeated write,
-    /// no further tick follows; [`ScheduledJob::begin`] returns the rest under another claim.
+    /// this iterator ends, and [`ScheduledJob::begin`] returns the remaining ticks under another
+    /// claim.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].
@@ -476,8 +482,8 @@ impl Ticks {
         let local_lock = guard.hold().grant().local_lock();
         emit_tick(local_lock, TickEnd::Done, Some(record.at));
         if is_repeated {
-            // An earlier write may still arrive, and must not undo the record of a later tick. The
-            // next call runs the rest under another claim.
+            // An earlier write may still arrive, and must not replace the record of a later tick.
+            // `begin` returns the remaining ticks under another claim.
             self.next = None;
         }
         Ok(())
@@ -587,7 +593,7 @@ impl DoneRecord {
 
 /// The first line of the record. The number is the version of the format.
 const HEADER: &str = "lock-registry job 1";
-/// The year 10000 in UTC, in milliseconds since 1970. RFC 3339 has no later time.
+/// The start of the year 10000 in UTC, in milliseconds since 1970. RFC 3339 cannot express it.
 const AT_LIMIT: u64 = 253_402_300_800_000;
 
 /// Releases the lock. Ignores the outcome, which does not change the value block.

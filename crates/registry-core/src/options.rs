@@ -10,7 +10,8 @@ use crate::lease::{LeaseOptions, lease_covering};
 use crate::mode::ClaimMode;
 use crate::owner::Owner;
 
-/// The options of an acquisition. An option that is not set comes from the registry.
+/// The options of an acquisition. If the lease, automatic renewal, the label or fairness is not
+/// set, the registry's default applies.
 ///
 /// # Examples
 /// ```
@@ -100,7 +101,7 @@ impl LockOptions {
     }
 
     /// Sets whether callers of all processes get the lock in the order in which they asked for it.
-    /// A waiter keeps a place in the store, which lapses when the waiter has not repeated its
+    /// Each waiter has a place in the store. The place expires if the waiter does not repeat its
     /// attempt within its lease. A store with a [queue of its own](crate::Capabilities::fair) is
     /// fair without this option.
     pub fn fair(mut self, fair: bool) -> Self {
@@ -150,50 +151,53 @@ pub(crate) struct Defaults {
 }
 
 impl Defaults {
-    /// Longer than a failover usually takes, and a bearable wait after a crash. Also the default of
-    /// Redisson and of madelson/DistributedLock.
+    /// Longer than a failover usually takes, and an acceptable wait after a crash. Redisson and
+    /// madelson/DistributedLock have the same default.
     pub(crate) const LEASE: Duration = Duration::from_secs(30);
     pub(crate) const POLL: Duration = Duration::from_millis(250);
     pub(crate) const HAND_OVER_LIMITS: HandOverLimits =
-        HandOverLimits { max: 64, max_after_short: 32 };
+        HandOverLimits { max: 64, max_after_short_hold: 32 };
     pub(crate) const OPERATION_TIMEOUT: Duration = Duration::from_secs(3);
 }
 
 /// The maximum number of consecutive hand-overs of a claim between local callers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HandOverLimits {
+    /// The maximum for a claim that has been held for less than
+    /// [`SHORT_HOLD`](Self::SHORT_HOLD).
     pub(crate) max: u32,
-    /// The maximum once the claim has been held for [`SHORT`](Self::SHORT). Smaller than `max`: the
-    /// longer the work, the longer other processes wait, and the less a request to the store costs
-    /// in relation.
-    max_after_short: u32,
+    /// The maximum for a claim that has been held for longer. Smaller than `max`: the longer the
+    /// work, the longer other processes wait, and the smaller is the relative cost of a request to
+    /// the store.
+    max_after_short_hold: u32,
 }
 
 impl HandOverLimits {
     /// Limits hand-overs to the configured number, however long the claim is held.
     pub(crate) fn exactly(times: u32) -> Self {
-        Self { max: times, max_after_short: times }
+        Self { max: times, max_after_short_hold: times }
     }
 
     /// Returns whether another hand-over is allowed, after `times` hand-overs and `held_for` after
     /// the grant. `contended` means that other processes want the key.
     pub(crate) fn allow_another(self, times: u32, held_for: Duration, contended: bool) -> bool {
-        let max = if held_for < Self::SHORT { self.max } else { self.max_after_short };
-        // Each hand-over uses a token. Tokens must not be ahead of the store's clock, where one
-        // token is one microsecond.
+        let max = if held_for < Self::SHORT_HOLD { self.max } else { self.max_after_short_hold };
+        // Each hand-over uses a token. Some stores take tokens from their clock, one per
+        // microsecond. The tokens must not get ahead of this clock.
         let is_behind_clock = times < Self::UNTIMED_MAX || u128::from(times) < held_for.as_micros();
         let span = if contended { CONTENDED_HAND_OVER_MAX } else { Self::SPAN_MAX };
         times < max && held_for < span && is_behind_clock
     }
 
-    /// The number of hand-overs that are not compared with the clock: a request to a store takes
-    /// more microseconds than this.
+    /// Up to this number, hand-overs are not compared with the clock, because a request to a store
+    /// takes more microseconds than this.
     const UNTIMED_MAX: u32 = 64;
 
-    /// The time since the grant in which `max` applies. Other processes hardly notice it.
-    const SHORT: Duration = Duration::from_millis(20);
-    /// The maximum time since the grant, after which other processes must be able to acquire the
-    /// key.
+    /// The time since the grant in which `max` applies. Such a wait is negligible for other
+    /// processes.
+    const SHORT_HOLD: Duration = Duration::from_millis(20);
+    /// The time since the grant after which an uncontended claim is not handed over any more, so
+    /// that other processes can acquire the key.
     const SPAN_MAX: Duration = Duration::from_secs(1);
 }
 

@@ -1,6 +1,6 @@
 //! Calls user code (wakers, observers, destructors) and catches its panics.
 //!
-//! Before `wake` returns, a waker can also poll or drop its task.
+//! A waker can also poll or drop its task synchronously, before `wake` returns.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -48,6 +48,7 @@ pub(crate) fn wake(waker: Waker) {
     let _ = DEPTH.try_with(|cell| cell.set(depth));
 }
 
+/// The maximum depth of nested calls of [`wake`].
 const NESTED_MAX: usize = 16;
 
 thread_local! {

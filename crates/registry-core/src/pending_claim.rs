@@ -93,11 +93,12 @@ impl PendingClaim {
     /// The in-process store responds at once, so its callers need no timer and no suspension.
     ///
     /// A backend must not repeat the request by itself, because the engine counts one attempt per
-    /// call. If the first request reached the store after the release, its grant would be an
-    /// additional one, and the engine would not release it.
+    /// call. If the first request reached the store after the release, the store would grant the
+    /// claim once more, and the engine would not release this grant.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
-        // Taken before the request leaves. The store's lease starts at an unknown moment between
-        // send and reply; counting from the reply would let us trust a lease that is already over.
+        // Read before the request is sent. The store's lease starts at an unknown time between
+        // request and response. If the lease counted from the response, the engine would trust a
+        // lease that is already over.
         self.sent_at = Moment::now();
         self.epoch_at_send = self.local_lock().epoch();
         // Counts the attempt in case the backend panics here, before the request is recorded as in
@@ -243,25 +244,26 @@ impl PendingClaim {
         let confirmed = confirmed.map_err(|late| {
             let (permit, claim, options) = *late;
             let engine = Arc::clone(permit.local_lock().engine());
-            let fresh = claim.clone().with_id(crate::ClaimId::random());
+            let fresh_claim = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
                 possible_grants: self.unknown_attempts + 1,
                 ..PendingRelease::new(engine, claim)
             });
-            Box::new(Self::new(permit, fresh, options))
+            Box::new(Self::new(permit, fresh_claim, options))
         });
         // The old claim stops counting only after the grant or the new claim counts, so that
         // `close` always counts this caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
-            Err(late) => late.engine().pending_claims.leave(),
+            Err(replacement) => replacement.engine().pending_claims.leave(),
         }
         confirmed
     }
 
     /// If the last request has no response yet, passes its claim to the background releaser and
-    /// replaces it by a new claim. Only a request with a response may be repeated with the same id.
-    pub(crate) fn replace_unanswered_claim(&mut self, fresh: impl FnOnce() -> Claim) {
+    /// replaces it by the result of `new_claim`. The next request must not have the id of a claim
+    /// whose last request has no response.
+    pub(crate) fn replace_unanswered_claim(&mut self, new_claim: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
         }
@@ -270,10 +272,13 @@ impl PendingClaim {
         };
         let engine = Arc::clone(permit.local_lock().engine());
         self.abandon_claim(Arc::clone(&engine), claim, None);
-        *self = Self::new(permit, fresh(), options);
+        *self = Self::new(permit, new_claim(), options);
         engine.pending_claims.leave();
     }
 
+    /// Leaves the clean-up to the background releaser: it completes the request in flight, and
+    /// releases the claim if the store may have granted or queued it. `permit` passes to the next
+    /// local caller after that, or at once if nothing needs a clean-up.
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
         let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;
@@ -367,34 +372,34 @@ async fn finish_and_release(
     queued: bool,
 ) {
     let limit = pending_release.engine.defaults.operation_timeout;
-    // If the call panicked when its caller polled it, it panics here too. The outcome is then
+    // If the call panicked when its caller polled it, it panics here again. The outcome is then
     // unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
     tokio::pin!(call);
     let response = match tokio::time::timeout(limit, &mut call).await {
         Ok(response) => response,
         Err(_) => {
-            // The store does not respond. The next local caller must find that out by a request of
-            // its own.
+            // The store does not respond. The next local caller gets the permit now, and detects
+            // this with its own request.
             pending_release.permit = None;
             call.await
         }
     };
-    let panicked = |payload| {
+    let panic_to_error = |payload| {
         discard_panic(payload);
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
-    match response.unwrap_or_else(panicked) {
-        // Without a queue entry and without earlier attempts of unknown outcome, there is nothing
-        // to release.
+    match response.unwrap_or_else(panic_to_error) {
+        // Without a queue entry and without earlier attempts with an unknown outcome, the store has
+        // nothing to release.
         Ok(Attempt::Busy(busy))
             if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
         {
             return;
         }
         Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
-        // Each earlier attempt of unknown outcome may cause another grant, after this one is
-        // released.
+        // Each earlier attempt with an unknown outcome may cause another grant after the release
+        // of this grant.
         Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
             pending_release.possible_grants += 1
         }

@@ -1,13 +1,13 @@
-//! Decides which claims in a store's queue hold the key. For stores that have a queue. Uses no
+//! Decides which claims in a store's queue hold the key, for stores that have a queue. Uses no
 //! clock and no I/O.
 //!
 //! A claim holds the key if it is compatible with all entries before it, whether they are granted
 //! or wait. Entries are only appended, so a granted claim stays granted until its entry is removed
 //! or changes its mode.
 //!
-//! An upgrade appends an upgrade request to the queue, which blocks later claims. Once no
+//! An upgrade appends an upgrade request to the queue. The request blocks later claims. Once no
 //! other claim holds the key, the store makes the upgradable claim exclusive. The same atomic step
-//! checks that the entry of [`UpgradePosition::Free`] still exists.
+//! must check that the entry of [`UpgradePosition::Free`] still exists.
 
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
@@ -134,10 +134,12 @@ struct Summary {
     of: Option<u32>,
     /// A later permit states another number.
     units_differ: bool,
+    /// The units that all permits take.
     taken: u64,
 }
 
 impl Summary {
+    /// Returns whether a claim of this mode behind the entries is granted.
     fn grants(&self, mode: ClaimMode) -> bool {
         match mode {
             _ if self.exclusive => false,
@@ -215,7 +217,7 @@ mod tests {
         for (before, own, expected) in [
             (&[p(2, 5)][..], p(3, 5), Granted),
             (&[p(2, 5)], p(4, 5), TooFewUnits),
-            // The second one waits, and the third one does not overtake it.
+            // The second permit waits, and the third permit does not overtake it.
             (&[p(2, 5), p(4, 5)], p(1, 5), TooFewUnits),
             (&[p(2, 5)], p(1, 4), OtherUnits(5)),
             (&[X, p(2, 5)], p(1, 4), Behind(1)),
@@ -234,7 +236,7 @@ mod tests {
             (&[S, U, R], 1, Behind(0)),
             (&[U, S, R], 0, Behind(1)),
             (&[U, R, S], 0, Free(1)),
-            // The reader waits for the exclusive claim, and that one for the upgradable one.
+            // The reader waits for the exclusive claim, which waits for the upgradable claim.
             (&[U, X, S, R], 0, Free(1)),
             (&[U, S, X, S, R], 0, Behind(1)),
             (&[U, U, S, R], 0, Behind(2)),
