@@ -1,7 +1,7 @@
 //! The record of one key that several claims can hold: which claims are granted, which claims wait,
 //! and what a request changes.
 //!
-//! A state machine without clock and I/O. Stores that keep one record per key use it: they load the
+//! This is a state machine without a clock or I/O. Stores that keep one record per key load the
 //! record, call one method, and write the record back in the same atomic step. Times are
 //! microseconds on the store's clock.
 
@@ -25,29 +25,31 @@ pub struct LockRecord {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordChange {
-    /// The store writes nothing. This is the response to the attempt.
+    /// The store writes nothing, and returns this response.
     Nothing(Attempt),
-    /// This record, if the stored one has not changed. This is then the response to the attempt.
+    /// The store writes this record if the stored record has not changed since it was read. It then
+    /// returns this response.
     Replace(LockRecord, Attempt),
-    /// A record with a new grant, if the stored one has not changed.
+    /// The store writes a record with this new grant if the stored record has not changed since it
+    /// was read.
     Grant(NewGrant),
 }
 
 /// The text of a record with a new grant, for a store that reads its clock and creates the token in
-/// the same step. The text is `before`, `id_and_mode`, `until`, `since`, 16 zeros, the token,
-/// `rest`, and `after`. See [`LockRecord::to_text`] for the fields.
+/// the same step. The store writes `before`, `id_and_mode`, `until`, `since`, 16 zeros, the token,
+/// `rest` and `after`, without separators. See [`LockRecord::to_text`] for the fields.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NewGrant {
     /// The text of the entries before the new one.
     pub before: String,
-    /// The first fields of the new entry.
+    /// The fields of the new entry before `until`.
     pub id_and_mode: String,
-    /// The last fields of the new entry, with its `;`.
+    /// The fields of the new entry after the token, with its `;`.
     pub rest: String,
     /// The text of the entries after the new one.
     pub after: String,
-    /// The latest end of the other entries. Zero if there are none.
+    /// The latest `until` of the other entries. Zero if there are none.
     pub until_of_others: u64,
 }
 
@@ -94,7 +96,7 @@ impl RecordEntry {
         self.token.is_some()
     }
 
-    /// Returns whether the lease, or the place in the queue, has not ended.
+    /// Returns whether the lease, or the place in the queue, has not expired.
     fn is_live(&self, now: u64) -> bool {
         let is_kept_by_mutant = match self.mode {
             _ if !self.is_granted() => mutated(Mutant::LapsedPlaceKept),
@@ -133,14 +135,15 @@ impl LockRecord {
         &self.entries
     }
 
-    /// Returns the latest end of the entries. Zero if the record is empty.
+    /// Returns the latest [`until`](RecordEntry::until) of the entries. Zero if the record is
+    /// empty.
     #[must_use]
     pub fn until(&self) -> u64 {
         self.entries.iter().map(|entry| entry.until).max().unwrap_or(0)
     }
 
-    /// Adds an entry for a grant that is recorded elsewhere, such as an exclusive one in columns of
-    /// its own.
+    /// Adds an entry for a grant that the store keeps outside this record, such as an exclusive
+    /// grant in separate columns.
     pub fn insert(&mut self, entry: RecordEntry) {
         self.entries.push(entry);
     }
@@ -212,22 +215,24 @@ impl LockRecord {
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
     }
 
-    /// Returns whether a store can skip the write of this record after a busy attempt of `claim`:
-    /// it equals `before`, or it differs only in the expiry of the claim's place or upgrade, and
-    /// `before` has a recent expiry.
+    /// Returns whether a store can skip the write of this record after a busy attempt of `claim`.
+    /// `before` is the record before the attempt.
+    ///
+    /// Returns true if both records are equal. Also returns true if only the expiry of the claim's
+    /// place or upgrade differs, and the attempt extends it by less than an eighth of the lease.
     #[must_use]
     pub fn may_skip_write(&self, before: &Self, claim: &Claim, now: u64) -> bool {
         let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
-        let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
+        let recent_expiry = now.saturating_add(lease - lease / PLACE_EXTENSION_DIVISOR);
         let is_same = |(before, after): (&RecordEntry, &RecordEntry)| {
             let mut extended = before.clone();
             (extended.until, extended.upgrade_until) = (after.until, after.upgrade_until);
             before == after
                 || before.id == claim.id()
                     && extended == *after
-                    && (before.until == after.until || before.until > recent)
+                    && (before.until == after.until || before.until > recent_expiry)
                     && (before.upgrade_until == after.upgrade_until
-                        || before.upgrade_until > recent)
+                        || before.upgrade_until > recent_expiry)
         };
         before.entries.len() == self.entries.len()
             && before.entries.iter().zip(&self.entries).all(is_same)
@@ -242,7 +247,7 @@ impl LockRecord {
         let mut is_new = false;
         let attempt = self.acquire(claim, now, || {
             is_new = true;
-            // A placeholder: the store creates the token.
+            // A placeholder, because the store creates the token.
             Ok::<_, std::convert::Infallible>(FencingToken::MAX)
         });
         let Ok(attempt) = attempt;
@@ -421,7 +426,8 @@ impl LockRecord {
         let is_late = claim.converted_token().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
-            // The request is late: the grant was upgraded since, and its holder relies on that.
+            // The request is late: the grant was upgraded after it was sent, and the holder relies
+            // on the upgrade.
             _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
@@ -443,7 +449,7 @@ impl LockRecord {
                 });
                 return Ok(Attempt::Busy(busy.with_place()));
             }
-            // No other conversion exists: two shared claims that are upgraded would deadlock.
+            // No other conversion exists. Two shared claims that wait for upgrades would deadlock.
             _ => return Ok(Attempt::Gone),
         }
         entry.mode = claim.mode();
@@ -465,9 +471,9 @@ impl LockRecord {
     }
 }
 
-/// A busy attempt extends its place when this part of the lease (1/8) has passed since the last
-/// extension.
-const PLACE_AGE_DIVISOR: u64 = 8;
+/// The expiry of a place or an upgrade is written again when the lease divided by this number has
+/// passed since the last write.
+const PLACE_EXTENSION_DIVISOR: u64 = 8;
 
 fn after(now: u64, time: Duration) -> u64 {
     now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
@@ -477,8 +483,8 @@ fn between(from: u64, to: u64) -> Duration {
     Duration::from_micros(to.saturating_sub(from))
 }
 
-/// The text of an entry: fields of fixed width, then the label as hexadecimal digits, and `;`. A
-/// script in the store can find and change a field by its position.
+/// The text of an entry: fields of fixed width, then the label as hexadecimal digits, and `;`. The
+/// fixed widths let a script in the store find and change a field by its position.
 mod text {
     use super::{
         Arc, ClaimId, ClaimMode, FencingToken, InvalidRecord, LockRecord, NewGrant, RecordEntry,
@@ -604,7 +610,7 @@ mod text {
     }
 }
 
-/// The text is not a record.
+/// The error for a text that is not a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("this text is not the record of a lock; another program may have changed it")]
 #[non_exhaustive]
@@ -627,7 +633,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_survives_its_text() {
+    fn a_record_is_parsed_from_its_text() {
         let mut record = LockRecord::new();
         let mut next_token = tokens();
         let label: Option<Arc<str>> = Some("a;b ü".into());

@@ -41,8 +41,8 @@ use crate::waiting_list::WaitingClaim;
 ///
 /// [`LockRegistryExt`](crate::LockRegistryExt) adds convenience methods.
 ///
-/// Only this crate creates a [`DistributedLock`], so another implementation wraps a [`Registry`]
-/// and passes its calls on, for example to change keys or to choose among several.
+/// Only this crate can create a [`DistributedLock`]. Another implementation therefore wraps one or
+/// more registries and forwards its calls, for example to change keys or to select a registry.
 #[async_trait]
 pub trait LockRegistry: fmt::Debug + Send + Sync {
     /// Returns the lock of `key`. Cheap, without I/O.
@@ -58,9 +58,9 @@ pub trait LockRegistry: fmt::Debug + Send + Sync {
     ///
     /// New and waiting calls return [`LockError::Closed`]. For at most `limit`, this waits until
     /// all guards are released. After that, each remaining lock is lost with
-    /// [`LostReason::Closed`], and its key is freed only after that notification. A key that is
-    /// kept for a [`min_hold`](crate::LockOptions::min_hold) beyond `limit` stays locked until its
-    /// lease ends. A second call is harmless.
+    /// [`LostReason::Closed`], and its key is freed only after its holder is notified. A key that
+    /// is kept for a [`min_hold`](crate::LockOptions::min_hold) beyond `limit` stays locked until
+    /// its lease ends. A second call is harmless.
     ///
     /// # Cancel safety
     /// If the future is dropped, the registry stays in the closing state. Another call continues.
@@ -94,8 +94,8 @@ pub struct CloseReport {
     /// The number of locks lost since the start of closing, including those with guards alive at
     /// the limit. Their holders have been notified.
     pub lost: usize,
-    /// The number of claims since the start of closing that only the end of their lease frees.
-    /// Either the store did not respond or refused, or `min_hold` reaches beyond the limit.
+    /// The number of claims since the start of closing that end only with their leases. Either the
+    /// store did not respond or refused the release, or `min_hold` reaches beyond the limit.
     pub abandoned: usize,
 }
 
@@ -182,8 +182,8 @@ impl Registry {
         Self::builder(Arc::new(MemoryBackend::new())).build()
     }
 
-    /// Checks that a registry can be built in the current context. A caller that connects to a
-    /// store first can thus fail before it connects.
+    /// Checks that a registry can be built in the current context. A caller that must connect to a
+    /// store before it builds the registry can thus fail before it connects.
     ///
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
@@ -279,7 +279,8 @@ impl Registry {
         Ok(self.engine.query("break", key.as_str(), released).await? == Release::Freed)
     }
 
-    /// Checks the store for problems in its configuration or state, present or soon to come.
+    /// Checks the store for problems in its configuration or state, including problems that are
+    /// about to occur.
     ///
     /// # Errors
     /// [`LockError::Backend`] if the store cannot be reached.
@@ -393,7 +394,8 @@ impl Registry {
         let lost = engine.lost_claims.load(Ordering::Acquire) - before.lost;
         // A claim that is being released may be counted both as an active grant and as a job of the
         // background releaser, hence `max`. `pending_claims` also counts a claim that began after
-        // `begin_to_close`. It sends no request, so the report may count it as abandoned in error.
+        // `begin_to_close`. The report may wrongly count such a claim as abandoned, although it
+        // sends no request.
         let held = engine.active_grants.count();
         let in_flight = if in_time {
             0
@@ -659,13 +661,14 @@ fn runtime() -> Result<Handle, ConfigError> {
     Ok(runtime)
 }
 
-/// Closes the registry when it is dropped, together with the background releaser's task.
+/// Owned by the background releaser's task. If the task ends while the registry still exists,
+/// dropping this value closes the registry.
 struct CloseOnRuntimeShutdown(Weak<Engine>, Arc<LocalLocks>);
 
 impl Drop for CloseOnRuntimeShutdown {
     fn drop(&mut self) {
-        // If the registry still exists, its runtime has shut down. Waiters in other runtimes would
-        // never be woken.
+        // If the registry still exists, its runtime has shut down. Without the close, waiters in
+        // other runtimes would never be woken.
         if let Some(engine) = self.0.upgrade() {
             begin_to_close(&engine, &self.1);
         }

@@ -65,6 +65,7 @@ impl LeaseRenewer {
                     }
                 }
             }
+            // The calls also renew claims that are due soon, which saves later calls.
             if has_renewal {
                 let capacities =
                     renewals.values().map(|batches| batches.remaining_capacity(batch_max));

@@ -14,7 +14,7 @@ use crate::registry::{CloseReport, LockRegistry};
 /// A registry that selects another registry by key. The first matching pattern selects the
 /// registry. A key without a matching pattern goes to the default registry.
 ///
-/// In a pattern, `*` stands for any number of characters, including none. Other characters match
+/// In a pattern, `*` matches any number of characters, including none. Other characters match
 /// themselves.
 ///
 /// # Examples
@@ -80,8 +80,8 @@ impl LockRegistry for RoutingRegistry {
         })
     }
 
-    /// Closes all registries concurrently and adds up their reports. The report of a registry in
-    /// two different [`Arc`]s is added twice.
+    /// Closes all registries concurrently and adds up their reports. If two different [`Arc`]s
+    /// contain clones of one registry, its report is added twice.
     ///
     /// # Cancel safety
     /// If the future is dropped, all registries stay in the closing state. Another call of `close`
@@ -104,9 +104,8 @@ impl fmt::Debug for RoutingRegistry {
     }
 }
 
-/// Returns whether `key` matches `pattern`. Each part between stars is searched after the match of
-/// the previous part. The leftmost match of a part suffices, because it leaves the longest
-/// remainder.
+/// Returns whether `key` matches `pattern`. Each part between two stars is searched after the match
+/// of the previous part. The leftmost match suffices, because it leaves the longest remainder.
 fn matches(pattern: &str, key: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else {
         return pattern == key;

@@ -151,8 +151,8 @@ impl Schedule {
         self.state().entries.values().cloned().collect()
     }
 
-    /// Returns the first `count` claims that are due for a renewal, in the order of their due
-    /// times.
+    /// Returns the `count` claims whose next renewal or verification is due first, in the order of
+    /// their due times.
     pub(crate) fn next_renewals(&self, count: usize) -> Vec<Arc<dyn Renewable>> {
         let state = self.state();
         let renewals = state.entries.iter().filter(|(key, _)| key.is_renewal);
@@ -172,10 +172,10 @@ impl Schedule {
         if state.stopped {
             return None;
         }
-        let after = |moment| ScheduleKey { at: moment, number: u64::MAX, is_renewal: true };
+        let last_key_at = |at| ScheduleKey { at, number: u64::MAX, is_renewal: true };
         let entry = |(key, grant): (&ScheduleKey, &Arc<dyn Renewable>)| (*key, Arc::clone(grant));
-        let mut due: Vec<_> = state.entries.range(..=after(now)).map(entry).collect();
-        let mut later = state.entries.range(after(now)..);
+        let mut due: Vec<_> = state.entries.range(..=last_key_at(now)).map(entry).collect();
+        let mut later = state.entries.range(last_key_at(now)..);
         let first_later = later.clone().next().map(|(key, _)| key.at);
         if due.iter().any(|(key, _)| key.is_renewal) {
             // Claims that are due at about the same time share one call.
@@ -223,5 +223,5 @@ impl fmt::Debug for Schedule {
     }
 }
 
-/// The maximum time between two reads of the clock by the task.
+/// The maximum time between two reads of the clock by the task, unless the schedule is empty.
 const CLOCK_READ_INTERVAL: Duration = Duration::from_secs(1);

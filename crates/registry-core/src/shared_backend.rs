@@ -25,7 +25,8 @@ pub(crate) struct SharedBackendEntry {
 impl SharedBackendEntry {
     pub(crate) fn new(backend: &Arc<dyn LockBackend>, invalidations: Invalidations) -> Self {
         let backend = Arc::as_ptr(backend).cast::<()>().addr();
-        let registries = Arc::clone(all().get_or_insert_default().entry(backend).or_default());
+        let registries =
+            Arc::clone(lock_table().get_or_insert_default().entry(backend).or_default());
         registries.subscribe(invalidations);
         Self { backend, registries: Some(registries) }
     }
@@ -40,15 +41,15 @@ impl SharedBackendEntry {
 
 impl Drop for SharedBackendEntry {
     fn drop(&mut self) {
-        let mut all = all();
+        let mut table = lock_table();
         // The entry drops its reference under the mutex. If the last two entries are dropped
         // concurrently, the second entry then finds only the table's reference.
         if self.registries.take().is_some_and(|registries| Arc::strong_count(&registries) == 2) {
-            all.as_mut().and_then(|all| all.remove(&self.backend));
+            table.as_mut().and_then(|table| table.remove(&self.backend));
         }
     }
 }
 
-fn all() -> MutexGuard<'static, Option<HashMap<usize, Arc<InvalidationSet>>>> {
+fn lock_table() -> MutexGuard<'static, Option<HashMap<usize, Arc<InvalidationSet>>>> {
     REGISTRIES.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,8 @@
 //! The stall detector: takes over the work of futures that are kept and not polled.
 //!
 //! A future that is not polled cannot release its claim or local permit, or complete its call. A
-//! waiting future therefore keeps this state in a [`SuspensionCell`]. One task per registry checks
-//! these cells.
+//! waiting future therefore keeps its claim, permit or call in a [`SuspensionCell`]. One task per
+//! registry checks these cells.
 //!
 //! `unpolled_max` is the time for which a future may go without a poll. After half of this time,
 //! the task wakes the future once. After all of this time, the task takes the state: it abandons an

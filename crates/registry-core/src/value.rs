@@ -1,7 +1,7 @@
-//! The value block of a key: up to 4 KiB in the store that outlive the lock, for state such as the
+//! The value block of a key: up to 4 KiB of data that the store keeps after the release, such as the
 //! last completed run of a job.
 //!
-//! VMS calls it a lock value block.
+//! VMS calls this data a lock value block.
 
 use std::fmt;
 use std::time::SystemTime;
@@ -81,9 +81,8 @@ pub trait ValueStore: Send + Sync {
     /// Writes the value block if `claim` holds its key exclusively. The store verifies this in the
     /// same step as the write. `token` is the token of the hold that writes.
     ///
-    /// If the stored value has a larger token, returns [`ValueWrite::NotHeld`] too: the write is
-    /// late, and belongs to a hold before a local hand-over. A write may be repeated, and then has
-    /// the same result.
+    /// Also returns [`ValueWrite::NotHeld`] if the stored value has a larger token: the write is
+    /// late, and belongs to a hold before a local hand-over. A repeated write has the same result.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The value may have been written nevertheless.

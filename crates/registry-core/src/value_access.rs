@@ -149,8 +149,8 @@ impl LockGuard {
     }
 
     /// As [`set_value`](Self::set_value). Repeats a write that the store did not confirm, while the
-    /// lock is held and for at most the length of a lease. Returns whether it has repeated the
-    /// write: the store may then still execute the earlier one.
+    /// lock is held and for at most the length of a lease. Returns whether it repeated the write:
+    /// the store may then still execute an earlier request.
     pub(crate) async fn set_value_while_held(&self, value: Vec<u8>) -> Result<bool, LockError> {
         let deadline = Moment::now().after(self.hold().grant().lease_length());
         let mut attempt = 0;

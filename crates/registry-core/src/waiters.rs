@@ -15,8 +15,8 @@ use tokio::time::timeout;
 
 use crate::panic_safe::with_panic_safe_waker;
 
-/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the backend's state
-/// of a waiter, for example the version of the record at its last attempt.
+/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the state that the
+/// backend keeps for a waiter, for example the version of the record at its last attempt.
 ///
 /// The backend must register a waiter first, then check whether the key has changed since the
 /// attempt, and then await the waiter. In this order, no wake-up is missed. This type locks no

@@ -15,7 +15,8 @@ use crate::mode::ClaimMode;
 /// A claim that waits for a key, as the store returns it. Times are durations on the store's clock,
 /// not dates.
 ///
-/// A registry has at most one waiting claim per key and mode, however many of its callers wait.
+/// A registry has at most one waiting claim per key, however many of its callers wait. An upgrade
+/// that waits is an additional claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
