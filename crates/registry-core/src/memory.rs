@@ -31,7 +31,7 @@ use crate::waiting_list::{WaiterStore, WaitingClaim};
 /// A lock store in the memory of this process. Clones are the same store.
 ///
 /// Registries over clones of one store compete for locks as separate processes do, which suits
-/// tests of code that locks. A free key uses no memory.
+/// tests of code that locks. A released key uses no memory, unless it has a value block.
 #[derive(Clone, Default)]
 pub struct MemoryBackend(Arc<MemoryState>);
 

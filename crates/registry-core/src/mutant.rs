@@ -1,8 +1,7 @@
-//! Deliberate bugs. Tests plant one at a time and prove that the test suite finds it. Absent from
-//! normal builds.
+//! Deliberate bugs. Tests switch on one bug at a time, and prove that the test suite finds it.
 //!
-//! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole
-//! process. In other builds, [`mutated`] is the constant `false`, which the compiler removes.
+//! In a build with `--cfg lock_registry_mutants`, `switch_mutant` switches on a bug for the whole
+//! process. In other builds, [`mutated`] always returns `false`, and the compiler removes the bugs.
 
 /// The deliberate bugs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +38,7 @@ pub enum Mutant {
     /// A waiting exclusive claim does not block new readers.
     WriterStarved,
     /// The queue place of a waiter does not expire with its lease.
-    LapsedPlaceKept,
+    ExpiredPlaceKept,
     /// The local permit passes to the last waiter instead of the first.
     WrongWaiterAdmitted,
     /// A reader joins a shared grant that is being released.
@@ -82,7 +81,7 @@ impl Mutant {
         Self::UnitsCountedTwice,
         Self::UnitsOfDeadHolderKept,
         Self::WriterStarved,
-        Self::LapsedPlaceKept,
+        Self::ExpiredPlaceKept,
         Self::WrongWaiterAdmitted,
         Self::EndedGrantJoined,
         Self::HalfOfKeysKept,

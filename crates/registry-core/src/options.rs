@@ -80,8 +80,8 @@ impl LockOptions {
     /// A release does not wait for this time: the key is freed in the background when it is over.
     /// The maximum is [`max_hold`](Self::max_hold), or without one the store's longest lease.
     ///
-    /// Use it for jobs that several processes start at about the same time: the second process
-    /// finds the key locked even if the job is short.
+    /// Use this option for jobs that several processes start at about the same time. Even if the
+    /// job is short, the second process then finds the key locked.
     pub fn min_hold(mut self, min_hold: Duration) -> Self {
         self.min_hold = Some(min_hold);
         self

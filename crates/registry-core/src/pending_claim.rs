@@ -94,7 +94,7 @@ impl PendingClaim {
     ///
     /// A backend must not repeat the request by itself, because the engine counts one attempt per
     /// call. If the first request reached the store after the release, the store would grant the
-    /// claim once more, and the engine would not release this grant.
+    /// claim again. The engine would not release this grant.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Read before the request is sent. The store's lease starts at an unknown time between
         // request and response. If the lease counted from the response, the engine would trust a
@@ -276,9 +276,9 @@ impl PendingClaim {
         engine.pending_claims.leave();
     }
 
-    /// Leaves the clean-up to the background releaser: it completes the request in flight, and
-    /// releases the claim if the store may have granted or queued it. `permit` passes to the next
-    /// local caller after that, or at once if nothing needs a clean-up.
+    /// Leaves the clean-up to the background releaser. It completes the request in flight, and
+    /// releases a claim that the store may have granted or queued. `permit` then passes to the next
+    /// local caller. If no clean-up is needed, `permit` passes on at once.
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
         let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;

@@ -99,7 +99,7 @@ impl RecordEntry {
     /// Returns whether the lease, or the place in the queue, has not expired.
     fn is_live(&self, now: u64) -> bool {
         let is_kept_by_mutant = match self.mode {
-            _ if !self.is_granted() => mutated(Mutant::LapsedPlaceKept),
+            _ if !self.is_granted() => mutated(Mutant::ExpiredPlaceKept),
             ClaimMode::Permits { .. } => mutated(Mutant::UnitsOfDeadHolderKept),
             _ => false,
         };
@@ -218,8 +218,8 @@ impl LockRecord {
     /// Returns whether a store can skip the write of this record after a busy attempt of `claim`.
     /// `before` is the record before the attempt.
     ///
-    /// Returns true if both records are equal. Also returns true if only the expiry of the claim's
-    /// place or upgrade differs, and the attempt extends it by less than an eighth of the lease.
+    /// Returns true if both records are equal. Also returns true if they differ only in the expiry
+    /// of the claim's place or upgrade, and by less than an eighth of the lease.
     #[must_use]
     pub fn may_skip_write(&self, before: &Self, claim: &Claim, now: u64) -> bool {
         let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
@@ -493,10 +493,17 @@ mod text {
     impl LockRecord {
         /// Returns the record as text. [`parse`](Self::parse) reads it.
         ///
-        /// Each entry has: the claim's id (32 hexadecimal digits); the mode (`x` exclusive, `s`
-        /// shared, `u` upgradable, `p` permits; in upper case for a claim that waits); `until`,
-        /// `since` and `upgrade_until` (16 decimal digits each); the token (19); the token block,
-        /// the units taken, and all units (10 each); the label in hexadecimal digits; `;`.
+        /// Each entry has these fields, without separators:
+        ///
+        /// | field | text |
+        /// |---|---|
+        /// | id of the claim | 32 hexadecimal digits |
+        /// | mode | `x` exclusive, `s` shared, `u` upgradable, `p` permits; in upper case for a claim that waits |
+        /// | `until`, `since`, `upgrade_until` | 16 decimal digits each |
+        /// | token | 19 decimal digits |
+        /// | token block, units that the claim takes, units of the key | 10 decimal digits each |
+        /// | label | two hexadecimal digits for each byte |
+        /// | end | `;` |
         #[must_use]
         pub fn to_text(&self) -> String {
             self.entries.iter().map(RecordEntry::to_text).collect()

@@ -118,10 +118,10 @@ impl CloseReport {
 /// A registry over one store. Clones are the same registry.
 ///
 /// Its background tasks run in the tokio runtime in which it was built. A `current_thread` runtime
-/// runs them only inside `block_on`: outside, leases are not renewed, dropped guards are not
-/// released, and locks are lost at the end of their leases. After the runtime has shut down,
-/// locking fails with [`LockError::Closed`]. After the last clone and the last guard are dropped,
-/// pending releases are completed in the background.
+/// runs them only inside `block_on`. Outside `block_on`, dropped guards are not released, and locks
+/// are lost at the end of their leases, because leases are not renewed. After the runtime has shut
+/// down, locking fails with [`LockError::Closed`]. After the last clone and the last guard are
+/// dropped, pending releases are completed in the background.
 #[derive(Clone)]
 pub struct Registry {
     engine: Arc<Engine>,

@@ -33,9 +33,9 @@ pub(crate) struct PendingRelease {
     pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
     /// The longest time for which the store can still keep the claim after a failed release.
     pub(crate) lease: Duration,
-    /// If an attempt has an unknown outcome: the maximum number of grants of this claim, including
-    /// those of attempts that have not reached the store yet. Each grant needs its own release. 0
-    /// if all outcomes are known: no further release follows the first response.
+    /// If an attempt has an unknown outcome: the maximum number of grants of this claim. The number
+    /// includes grants of attempts that have not reached the store yet. Each grant needs its own
+    /// release. 0 if all outcomes are known: no further release follows the first response.
     pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,

@@ -42,8 +42,8 @@ impl SharedBackendEntry {
 impl Drop for SharedBackendEntry {
     fn drop(&mut self) {
         let mut table = lock_table();
-        // The entry drops its reference under the mutex. If the last two entries are dropped
-        // concurrently, the second entry then finds only the table's reference.
+        // The entry drops its reference while the mutex is locked. If the last two entries are
+        // dropped concurrently, the second then finds only its own reference and the table's.
         if self.registries.take().is_some_and(|registries| Arc::strong_count(&registries) == 2) {
             table.as_mut().and_then(|table| table.remove(&self.backend));
         }

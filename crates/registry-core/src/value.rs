@@ -1,5 +1,5 @@
-//! The value block of a key: up to 4 KiB of data that the store keeps after the release, such as the
-//! last completed run of a job.
+//! The value block of a key: up to 4 KiB of data that the store keeps after the release. An example
+//! is the last completed run of a job.
 //!
 //! VMS calls this data a lock value block.
 

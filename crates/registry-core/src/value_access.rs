@@ -96,8 +96,9 @@ impl LockGuard {
     /// Writes the value block of the key. The store verifies in the same step that this guard holds
     /// the key, so a holder that has lost its lock writes nothing.
     ///
-    /// After this call, the end of the hold releases the lock in the store and does not hand it
-    /// over to a local caller: a late write must not take effect during the next hold.
+    /// After this call, the claim is not handed over to a local caller. The end of the hold
+    /// releases the claim in the store, so that a late write cannot take effect during the next
+    /// hold.
     ///
     /// # Errors
     /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::MAX_BYTES`] bytes
