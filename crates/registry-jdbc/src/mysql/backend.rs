@@ -18,11 +18,11 @@ use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
 use tokio::time::{Instant, sleep};
 
 use super::config::MySqlConfig;
+use super::release_poller::MySqlReleasePoller;
 use super::row::MySqlRowProtocol;
 use super::session::MySqlSessionProtocol;
-use super::sql::{self, MySqlStatements, SIZES};
-use super::statement::{self, StatementBinder};
-use super::waiters::MySqlReleasePoller;
+use super::sql::{self, LIST_SIZES, MySqlStatements};
+use super::statement::{self, PollStatements};
 use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
@@ -41,7 +41,7 @@ impl Dialect for MySql {
     const BACKEND: &'static str = "MySqlBackend";
     const SCHEMA: &'static str = sql::SCHEMA;
     const BYTES_PREFIX: &'static str = "x'";
-    const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
+    const RENEWALS_MAX: usize = LIST_SIZES[LIST_SIZES.len() - 1];
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
     const SUPPORTS_SHARED_CLAIMS: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
@@ -103,8 +103,8 @@ impl Dialect for MySql {
 
     fn wakeups(store: &Store<Self>, namespace: &str) -> MySqlWakeups {
         let statements = Arc::clone(&store.statements);
-        let binder = StatementBinder { statements, namespace: namespace.to_owned() };
-        MySqlWakeups(Some(MySqlReleasePoller::new(Arc::clone(&store.client), Arc::new(binder))))
+        let statements = PollStatements { statements, namespace: namespace.to_owned() };
+        MySqlWakeups(Some(MySqlReleasePoller::new(Arc::clone(&store.client), Arc::new(statements))))
     }
 
     fn granted_token(answer: &Answer<MySqlRow>) -> Result<Option<i64>, BackendError> {
@@ -114,7 +114,8 @@ impl Dialect for MySql {
         })
     }
 
-    /// A fence of a new holder may have locked the row. Then the key is busy.
+    /// The fence of a newer holder may have locked the row. If the row names a holder, the key is
+    /// busy.
     async fn attempt_on_locked_row(
         rows: &MySqlLeaseTable,
         claim: &Claim,
@@ -123,7 +124,7 @@ impl Dialect for MySql {
     ) -> Result<Option<Attempt>, BackendError> {
         match rows.attempt_from_current_row(claim, position).await {
             Ok(Some(held)) => Ok(Some(held)),
-            // The statement was rejected, so nothing was granted.
+            // The server rejected the attempt, so nothing was granted.
             Ok(None) | Err(_) => Err(error),
         }
     }
@@ -158,7 +159,8 @@ impl Dialect for MySql {
         .await
     }
 
-    /// Returns whether the row stays locked for longer than other clients' checks would lock it.
+    /// Returns whether the row exists, and stays locked for the sum of [`ROW_CHECK_PAUSES`]. Checks
+    /// of other clients lock the row for a shorter time.
     async fn is_locked_by_transaction(
         rows: &MySqlLeaseTable,
         key: &Key,
@@ -188,8 +190,8 @@ impl Dialect for MySql {
         Ok(released)
     }
 
-    /// Records the largest token in the meta table before it deletes the rows. The two statements
-    /// need no transaction: between them, a token is only recorded twice.
+    /// Records the largest token in the meta table, and then deletes the rows. The two statements
+    /// need no transaction: between them, both the meta table and the rows contain the tokens.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
         let min_age = Value::Number(micros(store.settings().purge_after));
@@ -228,7 +230,7 @@ impl Dialect for MySql {
     }
 }
 
-/// A poller for waiting callers. `None` for Spring's table, which no task polls.
+/// The poller that wakes waiting callers. `None` for Spring's table, which no task polls.
 pub(crate) struct MySqlWakeups(pub(super) Option<MySqlReleasePoller>);
 
 impl WakeupSource for MySqlWakeups {
@@ -238,7 +240,7 @@ impl WakeupSource for MySqlWakeups {
 
     async fn wait(&self, id: RowId, mark: u64) {
         match &self.0 {
-            Some(waiters) => waiters.wait(id, mark).await,
+            Some(poller) => poller.wait(id, mark).await,
             None => std::future::pending().await,
         }
     }
@@ -248,14 +250,14 @@ impl WakeupSource for MySqlWakeups {
     }
 
     fn on_release(&self, key: &Key) {
-        if let Some(waiters) = &self.0 {
-            waiters.poll_soon(key);
+        if let Some(poller) = &self.0 {
+            poller.poll_soon(key);
         }
     }
 
     fn close(&self) {
-        if let Some(waiters) = &self.0 {
-            waiters.close();
+        if let Some(poller) = &self.0 {
+            poller.close();
         }
     }
 }
@@ -293,7 +295,7 @@ impl SentRenewal<'_> {
         // Some grants have ended, or a fence has locked their rows. The query shows which of them
         // still exist.
         let rows = client.query(ConnectionUse::Renew(lease), &unexpired).await?;
-        let since = requested_at.elapsed();
+        let elapsed = requested_at.elapsed();
         let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), BackendError> {
             let holder = row.try_get(0).map_err(MySql::explain)?;
             Ok((holder, from_micros(number::<MySql>(row, 1)?)))
@@ -301,10 +303,10 @@ impl SentRenewal<'_> {
         let unexpired: HashMap<_, _> = rows.iter().map(read).collect::<Result<_, _>>()?;
         let answer = |claim: &&Claim| match unexpired.get(&Some(holder(claim))) {
             None => Ok(Renewal::Gone),
-            // The statement was executed after `requested_at`, and a renewed grant lasts its lease
-            // from then on. A skipped row with as much time left was granted or renewed recently,
-            // so `Renewed` is also true for its grant.
-            Some(left) if left.saturating_add(since) >= lease => {
+            // The renewal was executed after `requested_at`, so a renewed grant has at least its
+            // lease left, less `elapsed`. A skipped row with as much time left was granted or
+            // renewed recently, so `Renewed` is also true for its grant.
+            Some(left) if left.saturating_add(elapsed) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
             Some(_) => Err(error::row_locked(error::STORE)),
@@ -359,7 +361,7 @@ async fn end_connection(
     key: &Key,
     holder: &HolderConnection,
 ) -> Result<Release, BackendError> {
-    let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection)]);
+    let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection_id)]);
     let killed = rows.store.release(&kill).await;
     // If the connection has ended meanwhile, the error is ignored.
     if let Err(error) = killed
@@ -368,12 +370,12 @@ async fn end_connection(
         return Err(error::explain_not_ended(error));
     }
     // `KILL` returns before the connection has ended, so this loop waits for its end.
-    let began = Instant::now();
+    let killed_at = Instant::now();
     while holder_connection(rows, key).await?.as_ref() == Some(holder) {
-        if began.elapsed() > END_WAIT {
+        if killed_at.elapsed() > CONNECTION_END_TIMEOUT {
             return Err(error::still_connected(error::STORE));
         }
-        sleep(END_PAUSE).await;
+        sleep(CONNECTION_END_PAUSE).await;
     }
     Ok(Release::Freed)
 }
@@ -389,15 +391,15 @@ async fn holder_connection(
         found => found?,
     };
     let Some(row) = found.first() else { return Ok(None) };
-    let (claim, connection) = (bytes::<MySql>(row, 0)?, maybe_number::<MySql>(row, 1)?);
-    Ok(connection.map(|connection| HolderConnection { claim, connection }))
+    let (claim, connection_id) = (bytes::<MySql>(row, 0)?, maybe_number::<MySql>(row, 1)?);
+    Ok(connection_id.map(|connection_id| HolderConnection { claim, connection_id }))
 }
 
 /// The connection that has a row locked, and its claim.
 #[derive(Debug, PartialEq, Eq)]
 struct HolderConnection {
     claim: Option<Vec<u8>>,
-    connection: i64,
+    connection_id: i64,
 }
 
 /// The pauses between checks of a locked row. A row that is locked for longer than their sum has a
@@ -414,10 +416,10 @@ const FENCE_CHECK_PAUSES: [Duration; 4] = [
     Duration::from_millis(64),
 ];
 
-/// How long a forced release waits until the connection has ended. [`END_PAUSE`] is the pause
-/// between its checks.
-const END_WAIT: Duration = Duration::from_secs(1);
-const END_PAUSE: Duration = Duration::from_millis(2);
+/// How long a forced release waits until the connection has ended.
+const CONNECTION_END_TIMEOUT: Duration = Duration::from_secs(1);
+/// The pause between checks whether the connection has ended.
+const CONNECTION_END_PAUSE: Duration = Duration::from_millis(2);
 
 #[async_trait]
 impl OpenBackend for MySqlConfig {

@@ -42,7 +42,7 @@ impl SqlClient<MySql> {
     }
 }
 
-/// Sends a statement of a session outside of a transaction.
+/// Sends a statement of a session, outside of a transaction. Does not retry.
 pub(super) async fn send_once(
     connection: &mut MySqlConnection,
     text: &StatementText,

@@ -106,7 +106,7 @@ mod tests {
 
     /// Returns the findings about a durable server with these differences.
     fn messages(differences: &[(&str, &str)]) -> Vec<String> {
-        let sound = [
+        let durable = [
             ("version", "10.11.0"),
             ("version_comment", "MariaDB"),
             ("innodb_flush_log_at_trx_commit", "1"),
@@ -116,7 +116,7 @@ mod tests {
             ("innodb_doublewrite", "ON"),
             ("innodb_flush_method", "O_DIRECT"),
         ];
-        let variables = sound.iter().chain(differences);
+        let variables = durable.iter().chain(differences);
         let variables = variables.map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         let findings = findings(&variables.collect());
         findings.into_iter().skip(1).map(|finding| finding.message).collect()

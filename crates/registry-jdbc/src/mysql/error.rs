@@ -63,7 +63,7 @@ impl ServerErrors for MySql {
 }
 
 /// Adds a hint to the error of an attempt to end the connection that holds a row, if the user lacks
-/// the privilege.
+/// the right.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
@@ -81,7 +81,7 @@ fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
-/// Returns whether the user lacks a privilege.
+/// Returns whether the server refused access, for example because the user lacks a right.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     number_of(error).is_some_and(|number| classify_code(number).kind == Denied)
 }
@@ -91,17 +91,17 @@ fn number_of(error: &sqlx::Error) -> Option<u16> {
     Some(database.try_downcast_ref::<MySqlDatabaseError>().map_or(0, MySqlDatabaseError::number))
 }
 
-/// The kind and message for one error number.
 /// Returns whether the user lacks a right on a table.
 pub(super) fn is_table_denied(error: &sqlx::Error) -> bool {
     number_of(error) == Some(TABLE_ACCESS_DENIED)
 }
 
+/// The kind and message for one error number.
 #[derive(Debug, PartialEq, Eq)]
 struct MySqlErrorClass {
     kind: BackendErrorKind,
     message: &'static str,
-    /// Then the outcome is unknown, unless nothing was sent.
+    /// If true, the outcome is unknown, unless nothing was sent.
     ends_connection: bool,
 }
 
@@ -133,7 +133,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
             "the server accepts no more connections; raise its limits, or lower `pool`",
             false,
         ),
-        // Memory of the host, not of this process alone.
+        // The server lacks memory, sort memory, lock memory or threads.
         1037 | 1038 | 1041 | 1135 | 1206 => {
             (Transient, "the server's memory ran out; reduce its load", false)
         }

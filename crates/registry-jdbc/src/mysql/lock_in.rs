@@ -1,8 +1,9 @@
 //! Locks a key's row in the caller's own transaction.
 //!
-//! InnoDB keeps the row locks of a transaction until it ends, even after a rollback to a savepoint.
-//! It has no lock timeout for a single statement. So connections of the store create and check the
-//! row. The caller's connection locks only a row that appears free, and never waits.
+//! InnoDB keeps the row locks of a transaction until the transaction ends, even after a rollback to
+//! a savepoint. InnoDB has no lock timeout for a single statement. So connections of the store
+//! create and check the row. The caller's connection locks only a row that appears free, and never
+//! waits.
 //!
 //! Before that lock, the statements on the caller's connection open no snapshot. Otherwise a
 //! transaction with `REPEATABLE READ` would read rows as they were before the grant. A transaction
@@ -16,8 +17,8 @@ use sqlx::{MySql, MySqlConnection, Row};
 use tokio::time::{Instant, sleep};
 
 use super::backend::{MySqlLeaseTable, is_locked};
+use super::release_poller;
 use super::statement::fetch;
-use super::waiters;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
@@ -37,7 +38,7 @@ pub(super) async fn attempt_until(
         if remaining.is_zero() {
             return Ok(None);
         }
-        sleep(waiters::poll_pause(started_at).min(PAUSE_MAX).min(remaining)).await;
+        sleep(release_poller::poll_pause(started_at).min(PAUSE_MAX).min(remaining)).await;
     }
 }
 
@@ -48,9 +49,9 @@ async fn attempt(
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
     let backend_error = |source| LockInError::backend(key, source);
-    // If the row is free for the store but not in the transaction, the transaction is on another
-    // database, or another client acquired the key meanwhile. After a second such round, the id of
-    // the tables shows whether the database is another one.
+    // The store's connections may find the row free, while the transaction finds no row to lock.
+    // Then the transaction is on another database, or another client briefly held the key. After a
+    // second such round, the id of the tables shows whether the database is another one.
     for _ in 0..2 {
         if !prepare_row(rows, key).await.map_err(backend_error)? {
             return Ok(None);
@@ -63,8 +64,8 @@ async fn attempt(
         }
     }
     // A plain read would open the caller's snapshot before the grant. The transaction would then
-    // not see all writes before the grant. So this read locks the meta row.
-    let meta = send(connection, key, &rows.store.statements.meta_now, []).await?;
+    // not see all writes before the grant. A read that locks the meta row opens no snapshot.
+    let meta = send(connection, key, &rows.store.statements.meta_locking_read, []).await?;
     check_database(rows, meta.as_ref(), 1, key)?;
     Ok(None)
 }
@@ -88,8 +89,8 @@ async fn try_lock(
         // ended.
         return Err(LockInError::conflict(key, None));
     }
-    let newest = Value::Number(row.try_get(3).map_err(classify)?);
-    let values = [id(), Value::MaybeBytes(claim), newest];
+    let newest_token = Value::Number(row.try_get(3).map_err(classify)?);
+    let values = [id(), Value::MaybeBytes(claim), newest_token];
     let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
     check_database(rows, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
@@ -98,10 +99,10 @@ async fn try_lock(
         return Err(LockInError::conflict(key, None));
     }
     let token: i64 = row.try_get(1).map_err(classify)?;
-    let written = FencingToken::try_from(token);
-    let written = written.map_err(|error| classify(sqlx::Error::Decode(error.into())))?;
+    let fencing_token = FencingToken::try_from(token)
+        .map_err(|error| classify(sqlx::Error::Decode(error.into())))?;
     send(connection, key, &texts.raise_token, [id(), Value::Number(token)]).await?;
-    Ok(Some(written))
+    Ok(Some(fencing_token))
 }
 
 /// Sends a statement in the caller's transaction. Returns its first row.

@@ -1,7 +1,7 @@
 //! The MariaDB and MySQL store.
 //!
-//! The modules are listed in the order in which an acquisition passes through them. Modules for the
-//! time after its release are last.
+//! The modules are listed in the order in which an acquisition of a lease passes through them. The
+//! other modes and the housekeeping follow.
 
 // Before the first acquisition.
 mod config;
@@ -14,7 +14,7 @@ mod sql;
 mod client;
 mod error;
 // Waiting for a release by any process.
-mod waiters;
+mod release_poller;
 // Locks that last as long as a connection: one connection for all locks, or one connection for each
 // lock.
 mod session;
@@ -137,7 +137,7 @@ mod tests {
         let config = MySqlConfig::from_url(&server.url()).unwrap();
         let backend = MySqlBackend::open(config.clone()).await.unwrap();
         let row_claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
-        // Many rows, so that the server might choose among query plans.
+        // With many rows, the server might choose another query plan.
         for n in 0..200 {
             lock_and_release(&backend, &format!("other/{n}")).await;
         }
@@ -150,7 +150,7 @@ mod tests {
             let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();
             rows.first().map(|row| row.get::<i64, _>(0))
         };
-        for (then, is_mine) in [
+        for (final_claim, is_mine) in [
             (row_claim.id(), true),
             (Claim::new(row_claim.key().clone(), Duration::from_secs(1)).id(), false),
             (row_claim.id(), true),
@@ -177,7 +177,7 @@ mod tests {
                     "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'";
                 while query_number(waits.to_owned()).await != Some(1) {}
                 query_number(format!(
-                    "UPDATE lock_registry_locks SET claim = x'{then}' WHERE id = x'{id}'"
+                    "UPDATE lock_registry_locks SET claim = x'{final_claim}' WHERE id = x'{id}'"
                 ))
                 .await;
                 query_number(format!("SELECT CAST(RELEASE_LOCK('{id}') AS SIGNED)")).await;

@@ -107,9 +107,10 @@ async fn fetch_meta(
     texts: &MySqlStatements,
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
-    // If only some of the tables exist, the others are created.
+    // If only some of the tables exist, the newest one is missing. The caller then creates
+    // the missing tables.
     match fetch(connection, texts.has_newest_table.as_str().to_owned()).await {
-        // Locking needs no right on the table of waiters.
+        // A user without rights on the newest table, that of waiters, can lock.
         Err(error) if is_table_denied(&error) => {}
         found => _ = found?,
     }
@@ -117,7 +118,7 @@ async fn fetch_meta(
     fetch(connection, statements.meta.as_str().to_owned()).await
 }
 
-/// The size of the column `label`, in bytes.
+/// The minimum size of the column `label`, in bytes.
 const LABEL_SIZE: i64 = (1 << 24) - 1;
 
 /// The time limit for opening. It includes the wait for another process that creates the tables.

@@ -11,9 +11,9 @@ use tokio::time::{sleep, timeout};
 use super::backend::MySqlLeaseTable;
 use super::client::{read, send_once};
 use super::error;
+use super::release_poller;
 use super::sql;
 use super::statement::{fetch, send};
-use super::waiters;
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
     ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
@@ -36,8 +36,7 @@ pub(crate) struct MySqlRowConnection {
 
 /// The open transaction of a connection.
 struct MySqlRowTransaction {
-    /// The server's id of the connection.
-    connection: u64,
+    connection_id: u64,
     /// Whether the connection holds the holder lock: the named lock that shows which claim holds
     /// the row.
     has_holder_lock: bool,
@@ -79,15 +78,15 @@ impl MySqlRowProtocol {
                     send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
-                // A holder has locked the row, or another client that checks whether the row is
-                // free has locked it for milliseconds.
+                // A holder has locked the row, or another client's check of the row has locked it
+                // for milliseconds.
                 Some(_) => sleep(pause).await,
             }
         }
         Ok(None)
     }
 
-    /// Returns an error if the server is read-only: it must not grant anything.
+    /// Returns an error if the server is read-only. Such a server must not grant locks.
     async fn check_writable(
         &self,
         connected: &mut MySqlRowConnection,
@@ -119,18 +118,17 @@ impl MySqlRowProtocol {
             fetch(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
             return Ok(false);
         };
-        let number = read(row, 0)?;
+        let connection_id = read(row, 0)?;
         let statements =
             format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::holder_lock_name(claim.id()));
-        let named = fetch(&mut connected.connection, statements).await;
-        let has_holder_lock = match named {
+        let holder_lock = fetch(&mut connected.connection, statements).await;
+        let has_holder_lock = match holder_lock {
             Ok(_) => true,
-            // Some clusters have no named locks. On such a cluster the holder of the row is not
-            // listed.
+            // Some clusters have no named locks. On such a cluster, listings omit the holder.
             Err(error) if MySql::error_effect(&error) == ErrorEffect::Rejected => false,
             Err(error) => return Err(broken(error)),
         };
-        connected.transaction = Some(MySqlRowTransaction { connection: number, has_holder_lock });
+        connected.transaction = Some(MySqlRowTransaction { connection_id, has_holder_lock });
         Ok(true)
     }
 }
@@ -201,8 +199,8 @@ impl SessionProtocol for MySqlRowProtocol {
         // exists.
         let rows = fetch(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
-        let held_by = connected.transaction.as_ref().map(|held| held.connection);
-        if Some(read::<u64>(row, 0)?) != held_by {
+        let expected_id = connected.transaction.as_ref().map(|held| held.connection_id);
+        if Some(read::<u64>(row, 0)?) != expected_id {
             return Err(SessionFailure::Broken(MySql::misconfigured(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
@@ -223,7 +221,7 @@ impl SessionProtocol for MySqlRowProtocol {
 
     /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
-        waiters::poll_until_free(|| self.is_free(key)).await;
+        release_poller::poll_until_free(|| self.is_free(key)).await;
     }
 
     fn close_idle(&self) {
@@ -238,7 +236,7 @@ fn broken(error: sqlx::Error) -> SessionFailure {
 }
 
 /// The pauses between attempts to write the claim to a locked row. A row that is locked for longer
-/// than their sum has a holder. The server does not report the holder.
+/// than their sum has a holder, so the attempt then returns `Busy`.
 const WRITE_CLAIM_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),

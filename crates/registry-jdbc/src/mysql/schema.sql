@@ -7,6 +7,7 @@
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
 --   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO …;
+-- Without the last one, locking works, and waiters are not listed.
 --
 -- Rows may be deleted manually if the server's clock was never set back: new tokens are at least
 -- that clock's microseconds.
@@ -17,9 +18,9 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     id        BINARY(32)      NOT NULL PRIMARY KEY COMMENT 'SHA-256 of namespace and key, which are too long for an index',
     namespace VARBINARY(255)  NOT NULL COMMENT 'UTF-8',
     lock_key  VARBINARY(4096) NOT NULL COMMENT 'UTF-8',
-    claim     BINARY(16)               COMMENT 'who holds it; NULL after a release',
+    claim     BINARY(16)               COMMENT 'the claim that holds the key; NULL after a release',
     token     BIGINT          NOT NULL COMMENT 'the first fencing token of the newest grant',
-    block     BIGINT          NOT NULL COMMENT 'how many tokens it reserved',
+    block     BIGINT          NOT NULL COMMENT 'the number of tokens that the newest grant reserved',
     label     MEDIUMBLOB               COMMENT 'UTF-8; the record of all claims if several hold the key',
     since     BIGINT          NOT NULL,
     until     BIGINT          NOT NULL COMMENT 'held until then, or free since then'
@@ -37,7 +38,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_values (
 -- The claims that wait, for listings. Locking does not depend on this table.
 CREATE TABLE IF NOT EXISTS lock_registry_waiters (
     id        BINARY(32)      NOT NULL COMMENT 'as in lock_registry_locks',
-    claim     BINARY(16)      NOT NULL COMMENT 'who waits',
+    claim     BINARY(16)      NOT NULL COMMENT 'the claim that waits',
     namespace VARBINARY(255)  NOT NULL COMMENT 'UTF-8',
     lock_key  VARBINARY(4096) NOT NULL COMMENT 'UTF-8',
     mode      VARBINARY(64)   NOT NULL COMMENT 'ASCII, such as exclusive',

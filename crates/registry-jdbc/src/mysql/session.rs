@@ -13,8 +13,8 @@ use super::backend::MySqlLeaseTable;
 use super::client::{read, send_once};
 use super::config::MySqlConfig;
 use super::error;
+use super::release_poller;
 use super::sql;
-use super::waiters;
 use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
@@ -59,6 +59,7 @@ impl MySqlSessionProtocol {
         Value::Word(self.rows.row_id(key).hex())
     }
 
+    /// Sends a query for the connection's id and a number. Checks the id, and returns the number.
     async fn fetch_number(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -74,17 +75,19 @@ impl MySqlSessionProtocol {
 
     /// Issues the token after the named lock was acquired. Writes the claim, unless the token was
     /// reserved. Returns `None` if the key has a lease.
+    ///
+    /// `now_if_unchanged` is the server's time if the row still contains this session's last claim.
     async fn grant(
         &self,
         connected: &mut MySqlSessionConnection,
         claim: &Claim,
         plan: &TokenPlan,
-        seen: Option<i64>,
+        now_if_unchanged: Option<i64>,
     ) -> Result<Option<SessionGrant>, SessionFailure> {
-        if let Some(granted) = seen.and_then(|now| plan.grant_from_reservation(now)) {
+        if let Some(granted) = now_if_unchanged.and_then(|now| plan.grant_from_reservation(now)) {
             return Ok(Some(granted));
         }
-        let is_consecutive = seen.is_some();
+        let is_consecutive = now_if_unchanged.is_some();
         let values = [
             self.rows.id(claim.key()),
             self.rows.namespace_value(),
@@ -118,8 +121,8 @@ impl MySqlSessionProtocol {
         let rows = send_once(&mut connected.connection, text, values).await?.rows;
         let row = one_row(&rows)?;
         connected.check_connection(row)?;
-        let got = read::<Option<i64>>(row, 1)? == Some(1);
-        Ok((got, read(row, 2)?))
+        let is_acquired = read::<Option<i64>>(row, 1)? == Some(1);
+        Ok((is_acquired, read(row, 2)?))
     }
 }
 
@@ -176,18 +179,20 @@ impl SessionProtocol for MySqlSessionProtocol {
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
         const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK($1, 0) AS SIGNED)";
-        let seen = match &plan.last_row {
+        let locked = match &plan.last_row {
             None => {
-                let got = self
+                let acquired = self
                     .fetch_number(connected, TRY_LOCK, Some(self.lock_name_value(claim.key())))
                     .await?;
-                Ok((got == Some(1), None))
+                Ok((acquired == Some(1), None))
             }
             Some(last) => self.lock_and_read(connected, claim.key(), last.claim).await,
         };
-        let granted = match seen {
+        let granted = match locked {
             Ok((false, _)) => return Ok(LockAttempt::Busy(None)),
-            Ok((true, seen)) => self.grant(connected, claim, plan, seen).await,
+            Ok((true, now_if_unchanged)) => {
+                self.grant(connected, claim, plan, now_if_unchanged).await
+            }
             Err(failure) => Err(failure),
         };
         match granted {
@@ -247,7 +252,7 @@ impl SessionProtocol for MySqlSessionProtocol {
 
     /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
-        waiters::poll_until_free(|| self.is_free(key)).await;
+        release_poller::poll_until_free(|| self.is_free(key)).await;
     }
 }
 

@@ -55,18 +55,18 @@ pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
 /// The lengths of lists in a prepared statement, for renewals and polled keys. Unused parameters
 /// are NULL and match nothing. A few fixed sizes keep the number of prepared statements on the
 /// server small.
-pub(super) const SIZES: [usize; 4] = [1, 8, 64, 1024];
+pub(super) const LIST_SIZES: [usize; 4] = [1, 8, 64, 1024];
 
-/// Returns the smallest of [`SIZES`] for `items`, or the largest.
+/// Returns the smallest of [`LIST_SIZES`] for `items`, or the largest.
 pub(super) fn list_size(items: usize) -> usize {
-    SIZES.into_iter().find(|&size| size >= items).unwrap_or(SIZES[SIZES.len() - 1])
+    LIST_SIZES.into_iter().find(|&size| size >= items).unwrap_or(LIST_SIZES[LIST_SIZES.len() - 1])
 }
 
 /// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
 pub(crate) struct MySqlStatements {
     rows: RowStatements,
-    pub(super) meta_now: StatementText,
+    pub(super) meta_locking_read: StatementText,
     pub(super) label_size: StatementText,
     pub(super) has_newest_table: StatementText,
     pub(super) holder_connection: StatementText,
@@ -120,7 +120,7 @@ impl MySqlStatements {
                 .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
-            StatementText::positional(&text, &SIZES)
+            StatementText::positional(&text, &LIST_SIZES)
         };
         let holders = |connection| HolderStatements {
             of_key: text(&holders("id = $1", connection)),
@@ -172,7 +172,7 @@ impl MySqlStatements {
         };
         Self {
             rows,
-            meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
+            meta_locking_read: text(&format!("{META} LOCK IN SHARE MODE")),
             label_size: text(LABEL_SIZE),
             has_newest_table: text("SELECT 1 FROM {waiters} WHERE FALSE"),
             holder_connection: text(HOLDER_CONNECTION),
@@ -239,7 +239,7 @@ pub(super) fn quoted(identifier: &str) -> String {
 /// Integers only. Unlike `UNIX_TIMESTAMP`, it supports years after 2038.
 pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
-/// The condition that the existing row is free with which an insert conflicts.
+/// The condition that the existing row, with which an insert conflicts, is free.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
 /// The condition that the server is writable. A replica refuses writes only of users with few
@@ -303,9 +303,9 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
 });
 
 /// Grants the key like [`ACQUIRE`], if a free row exists. Otherwise the *last insert id* is zero.
-/// The statement takes less than half of the server's time, because it neither reads a snapshot nor
-/// tries to insert. It may wait for a locked row, so it is only for keys that this process expects
-/// to be free.
+/// The server needs less than half of the time of `ACQUIRE`, because the statement neither reads a
+/// snapshot nor tries to insert. The statement may wait for a locked row, so it is only for keys
+/// that this process expects to be free.
 ///
 /// A token above the row's own token is above all earlier tokens of the key, because a new row
 /// starts above the tokens of deleted rows. `token` is assigned first, because it must read the old
@@ -373,14 +373,14 @@ const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
-/// Returns those of the ids whose keys are held, with the versions of their rows: the tokens of
-/// their grants, or `since` of a record. Parameters: ids.
+/// Returns the ids of the held keys, with the versions of their rows. The version is the token of
+/// the grant, or `since` of a record. Parameters: ids.
 const HELD: &str = "\
     SELECT id, IF(claim = {marker}, since, token) FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
-/// An expired grant is not changed: it is already free, and the result is that the claim held
+/// An expired grant is not changed: its key is already free, and the result is that the claim held
 /// nothing. The affected row count is the number of ended grants: the old `until` is in the future,
 /// so every found row changes.
 ///
@@ -407,8 +407,8 @@ const INSERT_RECORD: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT $1, $8, $9, $2, $3, $4, $5, $6, $7 FROM {meta} WHERE id = 1 AND floor < $3 AND {writable}";
 
-/// Writes a row, if it is as it was read. In a row with a record, each write changes `since` or
-/// `until`.
+/// Writes a row, if the row is unchanged since it was read. In a row with a record, each write
+/// changes `since` or `until`.
 ///
 /// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and
 /// until.
@@ -470,8 +470,8 @@ const FENCE: &str = "\
 
 /// The condition that the row `l` has the grant of a claim, or a record that contains it.
 ///
-/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
-/// token block at 100.
+/// In an entry of a record, the end of the lease begins at offset 33, the token at 81, and the
+/// token block at 100. Offsets begin at zero.
 ///
 /// Parameters: id, claim, token, first 33 bytes of the entry.
 const HAS_GRANT: &str = "\
@@ -497,8 +497,8 @@ const READ_VALUE: &str = "\
     SELECT v.token, v.value, {now} FROM (SELECT 1 AS one) AS one LEFT JOIN {values} AS v ON v.id = $1";
 
 /// Writes the value of a key whose row has this claim and token. The row lock keeps the key from
-/// being granted to another claim until the value is committed. It is shared, because the
-/// connection of a session may also have it.
+/// being granted to another claim until the value is committed. The row lock is shared, because the
+/// connection of the holder may also have one.
 ///
 /// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value.
 const WRITE_VALUE: &str = "\
@@ -534,9 +534,10 @@ const IS_FREE: &str = "\
     SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
     FROM {locks} WHERE id = $1";
 
-/// Removes a claim that ended without a write: by expiry, or with a connection. So the row changes
-/// after all writes of that holder. Skips a row that another transaction has locked. The row is
-/// found as in [`RENEW`].
+/// Removes a claim that ended without a write: by expiry, or with a connection. The newest version
+/// of the row is then younger than all writes of that holder, so [`IS_CURRENT_IN_SNAPSHOT`] detects
+/// an older snapshot. Skips a row that another transaction has locked. The row is found as in
+/// [`RENEW`].
 ///
 /// Parameter: id.
 const CLEAR_ENDED: &str = "\
@@ -616,7 +617,7 @@ const SESSION_ENSURE_ROW: &str = "\
     SELECT $1, $2, $3, $4, $5, $6, NULL, {now}, 0 FROM DUAL";
 
 /// Like [`FENCE`], for a lock that ends with a connection. The row lock is shared, because the
-/// connection of the holder may also have it.
+/// connection of the holder may also have one.
 ///
 /// Parameters: id, claim, token.
 const FENCE_SESSION_GRANT: &str = "\
@@ -656,7 +657,8 @@ const LEASE_LEFT: &str = "\
 /// Returns the dead rows of a batch, each with its largest token. A batch begins at a random id.
 /// Ids are hashes, so every row is equally likely to be in the batch.
 ///
-/// Parameters: position, rows, microseconds that a row must have been dead for.
+/// Parameters: first id of the batch, maximum number of rows, minimum microseconds since the row's
+/// end.
 const PURGE_CANDIDATES: &str = "\
     SELECT batch.id, batch.token + batch.block - 1 \
     FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS batch \
@@ -671,7 +673,7 @@ const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor <
 /// Deletes dead rows whose tokens the floor covers. Checks each row again, because its key may have
 /// been granted since [`PURGE_CANDIDATES`].
 ///
-/// Parameters: ids, microseconds that a row must have been dead for, token.
+/// Parameters: ids, minimum microseconds since the row's end, token.
 const PURGE: &str = "\
     DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
     WHERE l.id IN ($1...) AND GREATEST(l.since, l.until) <= {now} - $2 AND l.token + l.block - 1 <= $3";

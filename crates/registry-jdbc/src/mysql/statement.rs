@@ -59,7 +59,7 @@ fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
     let text = match &*statement.text.prepared {
         [text] => text,
         texts => {
-            let index = sql::SIZES.iter().position(|&size| size == length);
+            let index = sql::LIST_SIZES.iter().position(|&size| size == length);
             &texts[index.expect("the length is one of these sizes")]
         }
     };
@@ -90,14 +90,14 @@ where
     (items.len()..length).fold(query, |query, _| query.bind(None::<T>))
 }
 
-/// The statements of the task that polls for waiters, with the values of one namespace.
+/// The statements of the task that polls for waiters, for the keys of one namespace.
 #[derive(Debug)]
-pub(super) struct StatementBinder {
+pub(super) struct PollStatements {
     pub(super) statements: Arc<MySqlStatements>,
     pub(super) namespace: String,
 }
 
-impl StatementBinder {
+impl PollStatements {
     pub(super) fn row_id(&self, key: &Key) -> RowId {
         RowId::new(&self.namespace, key)
     }

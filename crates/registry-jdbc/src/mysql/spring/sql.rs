@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use super::super::config::MySqlConfig;
-use super::super::sql::{NOW, SIZES, WRITABLE, quoted};
+use super::super::sql::{LIST_SIZES, NOW, WRITABLE, quoted};
 use crate::server::spring::Generation;
 use crate::server::statement::micros;
 use crate::server::{SpringStatements, SpringTable, StatementText};
@@ -74,7 +74,7 @@ impl MySqlSpringStatements {
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 // Last, because a region may contain braces.
                 .replace("{region}", table.region());
-            StatementText::positional(&text, &SIZES)
+            StatementText::positional(&text, &LIST_SIZES)
         };
         let common = SpringStatements {
             // In `CURRENT_GRANT` the id is parameter 2, in `ACQUIRE` parameter 4.

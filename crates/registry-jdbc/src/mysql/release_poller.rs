@@ -6,8 +6,8 @@
 //! and for [`IDLE_TIME_MAX`] after the last waiter. It writes and locks nothing.
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
-//!   and 250 ms. So the task sees a release after one second at most an eighth of a second late. A
-//!   long wait costs the server few polls.
+//!   and 250 ms. So after a wait of one second, the task sees a release at most an eighth of a
+//!   second late. A long wait costs the server few polls.
 //! - Polling takes at most a tenth of the time: after each poll, the task pauses for nine times the
 //!   duration of the poll. So the task polls a slow server less often.
 //! - The task wakes a waiter if the waiter's key is free, or if another grant than before holds the
@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::client::MySqlClient;
 use super::sql;
-use super::statement::StatementBinder;
+use super::statement::PollStatements;
 use crate::server::{ConnectionUse, RowId};
 
 /// The pause between two polls of a key is the wait so far divided by this number.
@@ -35,14 +35,14 @@ const PAUSE_DIVISOR: u32 = 8;
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 /// The maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// Polls take at most the total time divided by this number.
+/// The task spends at most one part in this number of its time on polls.
 const POLL_TIME_DIVISOR: u32 = 10;
 /// The maximum pause after a poll, so that a server is polled soon after an outage.
 const PAUSE_AFTER_POLL_MAX: Duration = Duration::from_secs(1);
 /// How long a successful poll confirms that wake-ups arrive. It is longer than [`PAUSE_MAX`] and
 /// [`PAUSE_AFTER_POLL_MAX`] together.
 const CONFIRMATION_MAX_AGE: Duration = Duration::from_secs(2);
-/// How long the task stays without waiters. Another wait within this time is likely.
+/// How long the task continues without waiters. Another wait within this time is likely.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend, and the task that polls for them.
@@ -52,31 +52,32 @@ pub(super) struct MySqlReleasePoller {
 
 struct PollerShared {
     client: Arc<MySqlClient>,
-    statements: Arc<StatementBinder>,
+    statements: Arc<PollStatements>,
     waiters: Waiters<RowId, PolledWaiter>,
     /// When the server last answered a poll of all due keys.
     answered_at: Mutex<Option<Instant>>,
 }
 
 struct PolledWaiter {
-    /// The token of the grant that the waiter knows.
-    known_token: u64,
+    /// The version of the row that the waiter's attempt found: the token of the grant, or `since`
+    /// of the record.
+    known_version: u64,
     since: Instant,
     /// When to poll next.
     due: Instant,
 }
 
 impl MySqlReleasePoller {
-    pub(super) fn new(client: Arc<MySqlClient>, statements: Arc<StatementBinder>) -> Self {
+    pub(super) fn new(client: Arc<MySqlClient>, statements: Arc<PollStatements>) -> Self {
         let (waiters, answered_at) = (Waiters::default(), Mutex::default());
         Self { shared: Arc::new(PollerShared { client, statements, waiters, answered_at }) }
     }
 
-    /// Waits until the lock in `row` may be free. `known_token` is the token of the grant that the
-    /// caller's attempt found.
-    pub(super) async fn wait(&self, row: RowId, known_token: u64) {
+    /// Waits until the lock in `row` may be free. `known_version` is the version of the row that
+    /// the caller's attempt found.
+    pub(super) async fn wait(&self, row: RowId, known_version: u64) {
         let (waiters, now) = (&self.shared.waiters, Instant::now());
-        let state = PolledWaiter { known_token, since: now, due: now + jittered(PAUSE_MIN) };
+        let state = PolledWaiter { known_version, since: now, due: now + jittered(PAUSE_MIN) };
         let waiter = waiters.register(row, state);
         waiters.ensure_task(|| Handle::current().spawn(Arc::clone(&self.shared).run()));
         waiter.woken().await;
@@ -135,7 +136,7 @@ impl PollerShared {
         self.answered_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the task.
+    /// Polls until there have been no waiters for [`IDLE_TIME_MAX`].
     async fn run(self: Arc<Self>) {
         while self.waiters.wait_for_waiter(IDLE_TIME_MAX).await {
             let mut next = None;
@@ -156,7 +157,7 @@ impl PollerShared {
     /// Polls the due keys and wakes their waiters as needed.
     async fn poll_due(&self) {
         let mut answered = true;
-        for rows in self.take_due().chunks(sql::SIZES[sql::SIZES.len() - 1]) {
+        for rows in self.take_due().chunks(sql::LIST_SIZES[sql::LIST_SIZES.len() - 1]) {
             // A store error wakes no waiter. The waiter's next attempt receives the error and
             // returns it.
             match self.query_held(rows).await {
@@ -185,22 +186,22 @@ impl PollerShared {
         rows
     }
 
-    /// Queries which of the rows are held. Returns them with the tokens of their grants.
+    /// Returns the ids and versions of those rows that are held.
     async fn query_held(&self, rows: &[RowId]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
         let found =
             self.client.rows(ConnectionUse::Acquire, || self.statements.held_rows(rows)).await?;
         let mut held = HashMap::with_capacity(found.len());
         for row in &found {
             let decode = || Ok((row.try_get(0)?, row.try_get::<i64, _>(1)?));
-            let (id, token) = decode().map_err(|error| self.client.explain(error))?;
-            held.insert(id, u64::try_from(token).unwrap_or_default());
+            let (id, version) = decode().map_err(|error| self.client.explain(error))?;
+            held.insert(id, u64::try_from(version).unwrap_or_default());
         }
         Ok(held)
     }
 
     fn wake_released(&self, rows: &[RowId], held: &HashMap<Vec<u8>, u64>) {
         self.waiters.wake_if(|row, waiter| {
-            rows.binary_search(row).is_ok() && held.get(row.bytes()) != Some(&waiter.known_token)
+            rows.binary_search(row).is_ok() && held.get(row.bytes()) != Some(&waiter.known_version)
         });
     }
 }
@@ -231,8 +232,8 @@ fn pause(waited: Duration) -> Duration {
     (waited / PAUSE_DIVISOR).clamp(PAUSE_MIN, PAUSE_MAX)
 }
 
-/// Varies the pause by a fifth, so that processes whose waits began at the same time do not poll at
-/// the same time.
+/// Varies the pause by up to a fifth, so that processes whose waits began at the same time do not
+/// poll at the same time.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(0.8 + 0.4 * fastrand::f64())
 }
