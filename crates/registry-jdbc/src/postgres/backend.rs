@@ -153,7 +153,7 @@ impl Dialect for Postgres {
             Value::lease(first),
         ];
         let statement = Statement::new(&rows.store.statements.acquire_all, values);
-        // Not repeated, as for one claim.
+        // Not sent again after a broken connection, like the attempt of a single claim.
         let client = &rows.store.client;
         let answer = client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         let token = |row| number::<Self>(row, 0);
@@ -207,8 +207,8 @@ impl Dialect for Postgres {
         if released == Release::Freed {
             return Ok(Release::Freed);
         }
-        let end_wait = END_WAIT.min(store.settings().response_timeout / 2);
-        let values = vec![rows.id(key), Value::Number(micros(end_wait) / 1_000)];
+        let end_timeout = CONNECTION_END_TIMEOUT.min(store.settings().response_timeout / 2);
+        let values = vec![rows.id(key), Value::Number(micros(end_timeout) / 1_000)];
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
@@ -322,7 +322,7 @@ pub(super) async fn renew(
     claims: &[&Claim],
 ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
     let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
-    // A repeated renewal has the same effect as a single one.
+    // A repeated renewal has the same effect as a single one, so `query` may send it again.
     let statement = Statement::new(text, values);
     let rows = store.client.query(ConnectionUse::Renew(shortest), &statement).await?;
     if rows.len() != claims.len() {
@@ -330,7 +330,7 @@ pub(super) async fn renew(
     }
     let answers = rows.iter().zip(claims).map(|(row, claim)| {
         Ok(match maybe_number::<Postgres>(row, 0)? {
-            // The time left can exceed the lease while the server's clock is behind. The excess
+            // After the server's clock was set back, the time left can exceed the lease. The excess
             // vanishes when the clock is corrected.
             Some(left) => Ok(Renewal::Renewed(from_micros(left).min(claim.lease()))),
             None if flag::<Postgres>(row, 1)? => Err(error::row_locked()),
@@ -340,8 +340,8 @@ pub(super) async fn renew(
     answers.collect()
 }
 
-/// The maximum time to wait for the end of a connection that the server was requested to end.
-const END_WAIT: Duration = Duration::from_secs(1);
+/// How long a forced release waits until the connection has ended.
+const CONNECTION_END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Decodes the format `escape` of a `bytea`: a backslash is doubled, and some bytes are three octal
 /// digits after a backslash. <https://www.postgresql.org/docs/current/datatype-binary.html>

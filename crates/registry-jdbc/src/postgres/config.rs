@@ -201,9 +201,9 @@ impl PostgresConfig {
         }
     }
 
-    /// Returns the environment variables that would make the client read files, and that this
-    /// configuration does not override.
-    fn unset_file_variables(&self) -> &'static [&'static str] {
+    /// Returns the environment variables that name files for the client, without those that this
+    /// configuration overrides.
+    fn file_variables(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
         return match (&self.settings.encryption.authority, &self.settings.encryption.client) {
             (None, None) => &["PGSSLROOTCERT", "PGSSLCERT", "PGSSLKEY"],
@@ -272,7 +272,7 @@ impl BackendConfig for PostgresConfig {
     }
 
     fn validate(&self) -> Result<(), OptionError> {
-        if let Some(variable) = conflicting_variable(&self.server, self.unset_file_variables()) {
+        if let Some(variable) = conflicting_variable(&self.server, self.file_variables()) {
             return Err(OptionError::general(format!(
                 "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"
             )));
@@ -386,8 +386,8 @@ fn default_options() -> PgConnectOptions {
         .ssl_mode(PgSslMode::Prefer)
 }
 
-/// Returns the name of an environment variable that would change how the client connects, and that
-/// no option overrides.
+/// Returns the name of a set environment variable that would change how the client connects:
+/// `PGOPTIONS`, or one of `names`.
 fn conflicting_variable(server: &PgConnectOptions, names: &[&'static str]) -> Option<&'static str> {
     let is_set = |name: &&&str| std::env::var_os(name).is_some();
     let options_variable = server.get_options().map(|_| "PGOPTIONS");

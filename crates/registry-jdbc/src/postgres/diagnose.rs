@@ -37,12 +37,13 @@ pub(super) async fn check_connection_limit(
 ) -> Result<Vec<Finding>, BackendError> {
     let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
-    let (connections, old) = (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);
+    let (connections_max, old_row_locks) =
+        (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);
     let row_locks = rows.store.settings().row_locks;
-    let mut findings = Vec::from_iter(check_row_locks(row_locks, connections));
-    if old > 0 {
+    let mut findings = Vec::from_iter(check_row_locks(row_locks, connections_max));
+    if old_row_locks > 0 {
         findings.push(Finding::warning(format!(
-            "{old} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
+            "{old_row_locks} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
         )));
     }
     Ok(findings)
@@ -110,7 +111,7 @@ fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     Ok(findings)
 }
 
-/// Parameters: channel, word.
+/// Sends a test notification. Parameters: channel, payload.
 const NOTIFY: &str = "SELECT pg_notify($1::text, $2::text) IS NULL";
 
 /// Returns the server's connection limit and the number of old row locks. The server does not show

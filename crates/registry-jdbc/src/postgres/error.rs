@@ -25,12 +25,12 @@ impl ServerErrors for Postgres {
         let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
         let code = code(database.as_ref());
         // These codes mean that another server may have become the primary, that the connection is
-        // in a foreign transaction, or that prepared statements are missing.
-        let may_be_foreign = code.starts_with("25")
+        // in another client's transaction, or that prepared statements are missing.
+        let is_session_unusable = code.starts_with("25")
             || code.starts_with("08")
             || code.starts_with("57P")
             || matches!(code, "26000" | "42P05" | "0A000");
-        if is_fatal(database.as_ref()) || may_be_foreign {
+        if is_fatal(database.as_ref()) || is_session_unusable {
             ErrorEffect::Broken
         } else {
             ErrorEffect::Rejected
@@ -131,12 +131,13 @@ pub(super) fn corrupt(message: &str) -> BackendError {
     server::error::corrupt(STORE, message)
 }
 
+/// Returns the kind, the message, and whether the server certainly executed nothing.
 fn classify_code(code: &str, is_fatal: bool) -> ErrorClass {
     let (kind, message, is_before_execution) = classify(code, is_fatal);
     (kind, message, is_before_execution || !is_fatal)
 }
 
-/// Returns the kind, the text, and whether the error occurs only before anything was executed.
+/// Returns the kind, the message, and whether the error occurs only before anything was executed.
 fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool) {
     match code {
         "40001" => (Transient, "another transaction changed the row concurrently; retry", false),

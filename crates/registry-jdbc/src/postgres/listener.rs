@@ -242,7 +242,7 @@ impl ListenerState {
     }
 }
 
-/// Connects repeatedly, until no caller has waited for some time.
+/// Connects repeatedly, until no caller has waited during [`IDLE_CHECKS_MAX`] checks.
 async fn listen(
     shared: Arc<ListenerShared>,
     server: PgConnectOptions,
@@ -283,8 +283,8 @@ async fn connect(
     Ok(listener)
 }
 
-/// Receives notifications. Returns false if the connection breaks, true if no caller has waited for
-/// some time.
+/// Receives notifications. Returns false if the connection breaks, true if no caller has waited
+/// during [`IDLE_CHECKS_MAX`] checks.
 async fn receive(
     shared: &ListenerShared,
     mut listener: PgListener,
@@ -342,7 +342,7 @@ fn parse_id(message: &str) -> Option<LockId> {
 /// message begins like this.
 const PROBE_PREFIX: &str = "proof ";
 
-/// The number of stored releases. They cover the time between an answer and the wait.
+/// The number of stored releases. They cover the time between the answer "busy" and the wait.
 const RELEASES_MAX: usize = 1024;
 
 /// The minimum pause between two attempts to connect; [`RETRY_MAX`] is the maximum.

@@ -91,8 +91,8 @@ fn decode(rows: &[PgRow], key: &Key) -> Result<Option<LockInOutcome>, LockInErro
         return Ok(None);
     }
     if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database)? {
-        // The snapshot is older than the lock: an earlier read has taken it, or this statement
-        // before it waited for the lock.
+        // At this isolation level, the transaction keeps a snapshot that is older than the lock. An
+        // earlier read took the snapshot, or this statement did before it waited for the lock.
         return Err(LockInError::isolation(key, &level));
     }
     outcome(row).map_err(database)
@@ -143,6 +143,6 @@ const SAVEPOINT: &str = "lock_registry_lock_in";
 /// A limit of zero would mean no limit.
 const ROW_WAIT_MIN: Duration = Duration::from_millis(1);
 
-/// The polling interval while another client holds the lock. The end of its lease sends no
-/// notification.
+/// The polling interval while another client holds the lock. The server sends no notification when
+/// a lease expires.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);

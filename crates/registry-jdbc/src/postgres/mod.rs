@@ -1,7 +1,7 @@
 //! The PostgreSQL store.
 //!
-//! The modules are listed in the order in which an acquisition passes through them. Modules for the
-//! time after its release are last.
+//! The modules are listed in the order in which an acquisition of a lease passes through them. The
+//! other modes and the housekeeping follow.
 
 // Configuration and opening.
 mod config;

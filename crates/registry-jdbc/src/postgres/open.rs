@@ -55,8 +55,10 @@ async fn check_tables(
     };
     let tables = TableNames { schema, prefix: config.settings.table_prefix.clone() };
     let statements = PgStatements::new(tables);
-    let meta: &RowStatements = statements.as_ref();
-    let rows = fetch(connection, meta.meta.as_str().to_owned()).await.map_err(Postgres::explain)?;
+    let row_statements: &RowStatements = statements.as_ref();
+    let rows = fetch(connection, row_statements.meta.as_str().to_owned())
+        .await
+        .map_err(Postgres::explain)?;
     let id = read_meta::<Postgres>(&rows)?;
     Ok((statements, id))
 }

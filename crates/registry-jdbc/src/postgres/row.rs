@@ -180,8 +180,8 @@ impl SessionProtocol for PgRowProtocol {
         claim: &Claim,
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
-        // Another transaction may release the row between the statement that reads the row and the
-        // statement that looks for the holder lock.
+        // The attempt is repeated if another transaction releases the row between the statement
+        // that reads the row and the statement that checks the holder lock.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             match self.write_claim(connected, claim).await {

@@ -8,6 +8,7 @@
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
 --   GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO …;
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO …;
+-- Without the last one, locking works, and waiters are not listed.
 
 -- One row for all namespaces.
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
@@ -26,15 +27,15 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     id        bytea  NOT NULL PRIMARY KEY,          -- SHA-256 of namespace and key, which are too long for an index
     namespace bytea  NOT NULL,                      -- UTF-8
     key       bytea  NOT NULL,                      -- UTF-8
-    claim     bytea,                                -- who holds it; NULL after a release
+    claim     bytea,                                -- the claim that holds the key; NULL after a release
     token     bigint NOT NULL,                      -- the first fencing token of the newest grant
-    block     bigint NOT NULL,                      -- how many tokens it reserved
+    block     bigint NOT NULL,                      -- the number of tokens that the newest grant reserved
     label     bytea,                                -- UTF-8; the record of all claims if several hold the key
     since     bigint NOT NULL,
     until     bigint NOT NULL                       -- held until then, or free since then
 ) WITH (fillfactor = 70);
 
--- Tokens never decrease when rows are deleted, by any client.
+-- Records the tokens of deleted rows, so that tokens keep growing, whatever client deletes them.
 CREATE OR REPLACE FUNCTION lock_registry_purged() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     gone text := CASE TG_OP WHEN 'DELETE' THEN 'deleted' ELSE format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME) END;
@@ -64,7 +65,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_values (
 -- The claims that wait, for listings. Locking does not depend on this table.
 CREATE TABLE IF NOT EXISTS lock_registry_waiters (
     id        bytea  NOT NULL,                      -- as in lock_registry_locks
-    claim     bytea  NOT NULL,                      -- who waits
+    claim     bytea  NOT NULL,                      -- the claim that waits
     namespace bytea  NOT NULL,                      -- UTF-8
     key       bytea  NOT NULL,                      -- UTF-8
     mode      bytea  NOT NULL,                      -- ASCII, such as exclusive

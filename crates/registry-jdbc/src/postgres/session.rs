@@ -41,8 +41,8 @@ impl PgSessionConnection {
         Ok(rows)
     }
 
-    /// Checks that the first column is the expected process id. So at the latest, the next answer
-    /// reveals a pooler that has changed the connection.
+    /// Checks that the first column is the expected process id. So the first answer after a pooler
+    /// has changed the connection is an error.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
         if server_process(rows).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())

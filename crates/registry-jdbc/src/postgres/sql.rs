@@ -213,8 +213,8 @@ const META: &str = "\
 /// The new token is larger than the tokens of the row in the snapshot, of the locked row, and of
 /// all deleted rows.
 ///
-/// The statement does not return the holder, because each grant would take an eighth longer on the
-/// server.
+/// The statement does not return the holder, because this would make each grant an eighth slower on
+/// the server.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lease
 const ACQUIRE: &str = "\
@@ -381,11 +381,11 @@ const END_ROW_HOLDER: &str = "\
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
 /// Finds the row with this claim and token, or with a record that contains them. Locks the row
-/// against a grant to another claim until the caller's transaction ends. Readers that join readers
-/// do not wait for the lock; see [`WRITE_GRANT`].
+/// against a grant to another claim until the caller's transaction ends. A reader that joins other
+/// readers does not wait for this row lock, because its grant is written by [`WRITE_RECORD`].
 ///
-/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
-/// token block at 100.
+/// In an entry of a record, the end of the lease begins at offset 33, the token at 81, and the
+/// token block at 100. Offsets begin at zero.
 ///
 /// Parameters: id, claim, token, first 33 bytes of the entry
 const FENCE: &str = "\
@@ -407,8 +407,8 @@ const READ_ROW: &str = "\
     SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
     FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1::bytea WHERE meta.id = 1";
 
-/// Whether the row is as it was read. In a row with a record, each write changes `since` or
-/// `until`.
+/// Whether the row is unchanged since it was read. In a row with a record, each write changes
+/// `since` or `until`.
 const IS_AS_READ: &str = "\
     id = $1::bytea AND claim IS NOT DISTINCT FROM $8::bytea AND token = $9::bigint AND since = $10::bigint AND until = $11::bigint";
 
@@ -422,8 +422,8 @@ const INSERT_RECORD: &str = "\
     FROM {meta} WHERE id = 1 AND floor < $3::bigint \
     ON CONFLICT (id) DO NOTHING RETURNING true";
 
-/// Writes a row, if it is as it was read. Notifies the listeners if the change may let others in,
-/// and there are any.
+/// Writes a row, if the row is unchanged since it was read. If another claim may be granted after
+/// the change, notifies the listeners, if there are any.
 ///
 /// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and
 /// until, whether to notify, whether a crash may undo the change, channel, message, presence lock
@@ -474,7 +474,8 @@ const RELEASE_SINGLE_CLAIM: &str = "\
     RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
 
-/// What [`WRITE_RECORD`] does besides the write.
+/// The columns of [`WRITE_RECORD`]. They send the notification and set `synchronous_commit`, as the
+/// parameters request.
 const NOTIFY: &str = "\
     CASE WHEN $12::bigint = 1 THEN CASE WHEN NOT pg_try_advisory_xact_lock($16::bigint) THEN \
         pg_notify($14::text, encode($15::bytea, 'hex')) IS NULL END END, \
@@ -491,7 +492,7 @@ fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {
 /// The additional step for session locks ([`SESSION_ACQUIRE`]): the transaction also acquires the
 /// advisory lock.
 ///
-/// Parameters: number
+/// Parameters: those of [`LOCK_IN`], advisory lock
 const LOCK_IN_SESSION: &str = "\
     tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM allowed WHERE NOT EXISTS (SELECT FROM held)),";
 
@@ -559,7 +560,7 @@ const LOCK_IN: &str = "\
 /// The commit must be flushed to disk only if the token is ahead of the clock. A session does not
 /// survive a crash, and lost tokens below the clock are not issued again.
 ///
-/// Parameters: id, namespace, key, claim, block, label, number, lock_timeout
+/// Parameters: id, namespace, key, claim, block, label, advisory lock, lock_timeout
 const SESSION_ACQUIRE: &str = "\
     WITH settings AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
     seen AS MATERIALIZED ( \
@@ -592,7 +593,7 @@ const SESSION_ACQUIRE: &str = "\
 
 /// Acquires an advisory lock for the session. [`session_prepare`] prepares this statement.
 ///
-/// Parameters: number
+/// Parameters: advisory lock
 const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
 
 /// Returns the server's time, if the row still contains this claim.
@@ -616,7 +617,7 @@ fn session_prepare() -> String {
 /// the second statement sees all commits of earlier holders of the lock. A single statement would
 /// read a snapshot that is older than the lock.
 ///
-/// Parameters: number, id, claim
+/// Parameters: advisory lock, id, claim
 const SESSION_TRY_LOCK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
@@ -625,7 +626,7 @@ const SESSION_TRY_LOCK: &str = "\
 /// presence lock until the lock is visibly free, whichever call runs first. `synchronous_commit` is
 /// set only with a notification, because otherwise the transaction writes nothing.
 ///
-/// Parameters: number, channel, message, presence lock
+/// Parameters: advisory lock, channel, message, presence lock
 const SESSION_UNLOCK: &str = "\
     SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint), \
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
@@ -689,6 +690,8 @@ const REGISTER_WAITER: &str = "\
     SELECT $1::bytea, $4::bytea, $2::bytea, $3::bytea, $5::bytea, $6::bytea, now - $7::bigint, now + $8::bigint FROM clock \
     ON CONFLICT (id, claim) DO UPDATE SET mode = excluded.mode, since = excluded.since, until = excluded.until";
 
+/// Deletes the registration of a claim.
+///
 /// Parameters: id, claim
 const UNREGISTER_WAITER: &str = "\
     WITH settings AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
@@ -701,8 +704,8 @@ const WAITERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT key, mode, label, now - since, until - now FROM {waiters}, clock WHERE {condition} AND until > now";
 
-/// Deletes the expired registrations. Without the lock, two such statements could wait for each
-/// other.
+/// Deletes the expired registrations. Skips locked rows, because two such statements could
+/// otherwise wait for each other.
 const PURGE_WAITERS: &str = "\
     DELETE FROM {waiters} WHERE (id, claim) IN ( \
         SELECT id, claim FROM {waiters} WHERE until <= {now} FOR UPDATE SKIP LOCKED)";
@@ -786,7 +789,8 @@ const HAS_HOLDER_LOCK: &str = "\
 /// Deletes the dead rows of a batch. A trigger records the largest of their tokens. The batch
 /// begins at a random id. Ids are hashes, so every row is equally likely to be in the batch.
 ///
-/// Parameters: position, rows, minimum microseconds since the row's end
+/// Parameters: first id of the batch, maximum number of rows, minimum microseconds since the row's
+/// end
 const PURGE: &str = "\
     WITH settings AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
     batch AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \

@@ -222,8 +222,8 @@ const FORCE_RELEASE: &str = "\
 /// the caller's transaction ends.
 ///
 /// Spring grants a row to another client without changing a key column, which the FOR KEY SHARE of
-/// the native layout would permit. So this statement locks FOR SHARE. This also blocks renewals,
-/// which skip the row until the transaction ends.
+/// the native layout would permit. So this statement locks FOR SHARE, which also blocks
+/// renewals: they skip the row until the transaction ends.
 ///
 /// Parameters: lock key, client, id, claim, token
 const FENCE: &str = "\
