@@ -143,7 +143,7 @@ impl PgStatements {
                 "NOT (SELECT got FROM tried)",
             )),
             session_acquire: text(
-                &SESSION_ACQUIRE.replace("{taken}", "pg_try_advisory_lock($7::bigint)").replace(
+                &SESSION_ACQUIRE.replace("{try_lock}", "pg_try_advisory_lock($7::bigint)").replace(
                     "{unless_leased}",
                     "WHERE NOT EXISTS (SELECT FROM seen WHERE lease_left IS NOT NULL)",
                 ),
@@ -152,7 +152,7 @@ impl PgStatements {
             session_try_lock: text(SESSION_TRY_LOCK),
             session_write_claim: text(
                 &SESSION_ACQUIRE
-                    .replace("{taken}", "$7::bigint IS NOT NULL")
+                    .replace("{try_lock}", "$7::bigint IS NOT NULL")
                     .replace("{unless_leased}", ""),
             ),
             session_unlock: text(SESSION_UNLOCK),
@@ -566,7 +566,7 @@ const SESSION_ACQUIRE: &str = "\
     seen AS MATERIALIZED ( \
         SELECT token, block, CASE WHEN claim IS NOT NULL AND until > {now} THEN until - {now} END AS lease_left \
         FROM {locks}, settings WHERE id = $1::bytea), \
-    tried AS MATERIALIZED (SELECT {taken} AS got FROM settings {unless_leased}), \
+    tried AS MATERIALIZED (SELECT {try_lock} AS got FROM settings {unless_leased}), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l, clock WHERE l.id = $1::bytea FOR UPDATE OF l SKIP LOCKED), \

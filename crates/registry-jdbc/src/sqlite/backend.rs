@@ -40,10 +40,10 @@ use super::waiters::SqliteWaiters;
 /// needs. Also, each host has its own boot. When a process of another boot opens the file,
 /// operations of the earlier processes return errors.
 ///
-/// Each operation checks the file, its log and its index before it returns a result. If one of
-/// these files was removed or replaced while in use, operations fail and all grants end. A hard
-/// link to the file has the same effect. A holder detects this only at its next renewal. Until
-/// then, a process that opened the new files may be granted the same key.
+/// Before an operation returns a result, it checks the file, its log (`-wal`) and the log's index
+/// (`-shm`). If one of these files was removed or replaced while in use, operations fail and all
+/// grants end. A hard link to the file has the same effect. A holder detects the loss only at its
+/// next renewal. Until then, a process that opened the new files may be granted the same key.
 ///
 /// A backend uses two connections and three threads, for any number of held or awaited locks. Each
 /// connection has a thread. The third thread polls calls that their callers do not poll, so a
@@ -73,8 +73,8 @@ pub struct SqliteBackend {
     pub(super) paths: DatabasePaths,
     pub(super) store_id: Vec<u8>,
     pub(super) statements: Arc<SqliteStatementBinder>,
-    /// A lower bound of the next token: the largest reserved token plus one. While the wall clock
-    /// is behind this number, the store would refuse the clock's value as a token.
+    /// The largest token that this backend has reserved for any key, plus one. While the wall clock
+    /// is behind this number, [`sql::ACQUIRE_AT`] may refuse the clock's value as a token.
     next_token_min: AtomicI64,
     pub(super) writer: ReconnectingConnection,
     pub(super) reader: Arc<ReconnectingConnection>,
@@ -251,7 +251,8 @@ impl SqliteBackend {
         Ok(vec![held.into_holder(self.statements.clock.now())])
     }
 
-    /// Remembers a token that this process has taken, for the choice of the next statement.
+    /// Records that this backend has reserved `token`. [`try_grant`](Self::try_grant) chooses its
+    /// statement by this number.
     pub(super) fn raise_next_token_min(&self, token: i64) {
         self.next_token_min.fetch_max(token.saturating_add(1), Ordering::Relaxed);
     }

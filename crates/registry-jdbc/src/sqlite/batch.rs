@@ -19,10 +19,10 @@ impl LockBatch for SqliteBackend {
         if claims.len() > sql::batch_items_max(&*sql::ACQUIRE_ALL) {
             return Ok(BatchAttempt::Declined);
         }
-        let size = sql::smallest_batch_for(&*sql::ACQUIRE_ALL, claims.len());
+        let batch = sql::smallest_batch_for(&*sql::ACQUIRE_ALL, claims.len());
         let (statements, owned): (_, Arc<[Claim]>) = (Arc::clone(&self.statements), claims.into());
         let wall = self.statements.clock.wall();
-        let make_statement = move || statements.acquire_all(size, &owned, wall);
+        let make_statement = move || statements.acquire_all(batch, &owned, wall);
         let rows = self.writer.fetch_all_low_priority(make_statement).await?;
         if rows.is_empty() {
             return Ok(BatchAttempt::Declined);
@@ -45,10 +45,10 @@ impl LockBatch for SqliteBackend {
     async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
         let mut freed = HashSet::new();
         if claims.len() <= sql::batch_items_max(&*sql::RELEASE_ALL) {
-            let size = sql::smallest_batch_for(&*sql::RELEASE_ALL, claims.len());
+            let batch = sql::smallest_batch_for(&*sql::RELEASE_ALL, claims.len());
             let (statements, owned): (_, Arc<[Claim]>) =
                 (Arc::clone(&self.statements), claims.into());
-            let rows = self.writer.fetch_all(move || statements.release_all(size, &owned)).await;
+            let rows = self.writer.fetch_all(move || statements.release_all(batch, &owned)).await;
             let keys = rows.and_then(|rows| {
                 rows.iter().map(|row| self.column::<Vec<u8>>(row, 0)).collect::<Result<_, _>>()
             });

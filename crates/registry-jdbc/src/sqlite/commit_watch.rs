@@ -1,4 +1,4 @@
-//! Reports commits to the database by any process. Used by `waiters`.
+//! Reports commits that any process makes to the database. Used by `waiters`.
 //!
 //! Every commit writes to the write-ahead log, which the kernel watches (inotify). The kernel
 //! reports the write shortly before the commit can be read. `waiters` therefore reads several

@@ -5,7 +5,8 @@
 //!
 //! SQLite permits one writer at a time among all processes. While another process writes, a
 //! statement fails at once. This module retries it, instead of SQLite's busy handler. Every attempt
-//! reads the clock again, so a delayed statement never uses an outdated time.
+//! binds the statement again, and most bindings read the clock. So a delayed grant or renewal of an
+//! exclusive claim uses no outdated time.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,8 +36,8 @@ pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
         .create_if_missing(true)
         .busy_timeout(Duration::ZERO)
         .synchronous(SqliteSynchronous::Normal)
-        // An unread statement must not keep its transaction open, and a renewal returns a row for
-        // each claim.
+        // A statement whose rows do not fit into the buffer keeps its transaction open until the
+        // rows are read. A renewal returns a row for each claim.
         .row_buffer_size(1_024)
         .disable_statement_logging()
 }
@@ -54,8 +55,8 @@ struct FileConnector {
     options: SqliteConnectOptions,
     busy_timeout: Duration,
     worker: WorkerThread,
-    /// The files that the connection has open. Only the call that reopens the connection changes
-    /// this field.
+    /// The files that the connection has open. Only the call that opens the connection changes the
+    /// file ids. Each check updates `checked_at`.
     verified: Mutex<Option<VerifiedFiles>>,
 }
 
@@ -70,8 +71,8 @@ struct VerifiedFiles {
 /// always checked.
 pub(super) const CHECK_VALID_FOR: Duration = Duration::from_millis(1);
 
-/// How long a statement of low priority may be queued. Without this limit, statements of cancelled
-/// calls and their releases would run before statements of waiting calls.
+/// How long a statement of low priority may be queued. Without this limit, the connection would
+/// spend its time on statements of cancelled calls, while statements of waiting calls are queued.
 const QUEUE_TIME_MAX: Duration = Duration::from_secs(1);
 
 enum SqliteConnectionState {
@@ -667,7 +668,7 @@ mod tests {
             let folder = TestFolder::new();
             let backend = folder.open_backend().await;
             let file = folder.0.path().join(name);
-            // The statement is created after the check that precedes it.
+            // The file is removed after the check that precedes the statement.
             let statement = move || {
                 remove(&file);
                 sqlx::query("UPDATE lock_registry_meta SET sweep_key = x'00'")

@@ -23,8 +23,8 @@ impl Fence<Sqlite> for LockGuard {
             return Err(missing_row_error(self, backend, transaction).await);
         }
         // From now on no other claim can be granted the lock. But while the statement waited, the
-        // guard may have been notified of its loss. Then its holder must not write. If the files
-        // were replaced, other processes do not read this row.
+        // guard may have been notified of its loss. Then its holder must not write. The holder must
+        // not write either if the files were replaced, because other processes use other rows.
         if self.is_held() && backend.has_current_files() {
             Ok(())
         } else {

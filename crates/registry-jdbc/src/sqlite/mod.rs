@@ -1,7 +1,7 @@
 //! The SQLite store.
 //!
-//! The modules are listed in the order in which an acquisition passes through them. Modules for the
-//! time after its release are last.
+//! The modules are listed in the order in which an acquisition passes through them. Modules that an
+//! acquisition does not use are last.
 
 // Before the first acquisition.
 mod config;

@@ -125,7 +125,7 @@ async fn read_meta(
             .as_refused(),
         ));
     }
-    // `initialize` must call migrations from version 1 to later versions.
+    // A later version must migrate older tables here. No version is older than 1.
     if version < sql::VERSION {
         return Err(OpenError::Refused(corrupt_meta(path)));
     }

@@ -44,9 +44,9 @@ impl SqliteBackend {
             None => (0, RowKey::default()),
             Some(row) => {
                 let end: RowKey = (self.column(row, 0)?, self.column(row, 1)?);
-                let (rows, purgeable): (i64, i64) = (self.column(row, 2)?, self.column(row, 3)?);
+                let (rows, dead_rows): (i64, i64) = (self.column(row, 2)?, self.column(row, 3)?);
                 let purged =
-                    if purgeable == 0 { 0 } else { self.delete(&start, &end, free_since).await? };
+                    if dead_rows == 0 { 0 } else { self.delete(&start, &end, free_since).await? };
                 (purged, if rows < sql::PURGE_ROWS_MAX { RowKey::default() } else { end })
             }
         };

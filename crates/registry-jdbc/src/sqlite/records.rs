@@ -1,9 +1,10 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
-//! [`LockRecord`] decides. The row of such a key has the claim [`MARKER`], the text of the record
-//! as its label, and the end of the last entry as `until`. The statements for exclusive claims find
-//! such a row held, and never change it. A change is written only if the row is still as it was
-//! read. `since` grows with each change that may let a waiter in; waiters compare it.
+//! [`LockRecord`] decides each request. The row of such a key has the claim [`MARKER`], the text of
+//! the record as its label, and the end of the last entry as `until`. The statements for exclusive
+//! claims find such a row held, and never change it. A change is written only if the row is still
+//! as it was read. `since` grows with each change after which a waiting claim may be granted.
+//! `waiters` compares `since` to detect such a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,9 +51,10 @@ impl SqliteRowState {
     }
 }
 
-/// A row, and what a new token must exceed.
+/// A row as it was read.
 struct ReadRow {
     state: SqliteRowState,
+    /// The largest token of all deleted rows. New tokens are larger.
     floor: i64,
 }
 
@@ -82,8 +84,8 @@ impl SqliteBackend {
                 return Ok(self.with_mark(attempt, &row.state));
             }
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
-            // A conversion to a weaker mode may let others in. So may the grant of a queued claim,
-            // because those behind it move up.
+            // After a conversion to a weaker mode, other claims may be granted. The same applies
+            // after the grant of a queued claim, because the claims behind it move up.
             let wakes_waiters = is_granted && had_entry;
             let mut new = self.row_with(&row.state, &record, now, wakes_waiters);
             if let Some(token) = new_token {
@@ -134,7 +136,7 @@ impl SqliteBackend {
             };
             let mut new = self.row_with(&row, &record, now, true);
             if entry.token.map(|token| token.get().cast_signed()) == row.token {
-                // No later grant exists, so the next one can use the unused tokens.
+                // The ended grant is the newest one, so the next grant can use its unused tokens.
                 new.block = new.block.min(i64::from(claim.token_block()));
             }
             if self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
@@ -264,11 +266,11 @@ impl SqliteBackend {
     ) -> SqliteRowState {
         let now = now.cast_signed();
         let is_free = record.is_empty();
-        let is_new = wakes_waiters || !row.has_record();
+        let raises_since = wakes_waiters || !row.has_record();
         SqliteRowState {
             claim: (!is_free).then(|| MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),
-            since: if is_new { now.max(row.since + 1) } else { row.since },
+            since: if raises_since { now.max(row.since + 1) } else { row.since },
             until: if is_free { now } else { record.until().cast_signed() },
             ..row.clone()
         }

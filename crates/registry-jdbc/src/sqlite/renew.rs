@@ -76,11 +76,11 @@ impl SqliteBackend {
 
     fn renew_statement(
         &self,
-        sizes: &'static [sql::BatchStatement],
+        batches: &'static [sql::BatchStatement],
         claims: &Arc<[Claim]>,
     ) -> impl FnMut() -> SqliteQuery + Send + use<> {
-        let size = sql::smallest_batch_for(sizes, claims.len());
+        let batch = sql::smallest_batch_for(batches, claims.len());
         let (statements, claims) = (Arc::clone(&self.statements), Arc::clone(claims));
-        move || statements.renew(size, &claims)
+        move || statements.renew(batch, &claims)
     }
 }

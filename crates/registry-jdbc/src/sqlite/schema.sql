@@ -19,9 +19,9 @@ VALUES (1, 1, randomblob(16), zeroblob(16), 0, '', x'');
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
     namespace TEXT    NOT NULL,
     key       BLOB    NOT NULL,                             -- UTF-8
-    claim     BLOB,                                         -- the holder; NULL after a release
+    claim     BLOB,                                         -- the claim that holds the key; NULL after a release
     token     INTEGER NOT NULL,                             -- the first fencing token of the newest grant
-    block     INTEGER NOT NULL,                             -- the number of tokens it reserved
+    block     INTEGER NOT NULL,                             -- the number of tokens that the newest grant reserved
     label     TEXT,
     since     INTEGER NOT NULL,
     until     INTEGER NOT NULL,                             -- held until then, or free since then
@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_waiters (
     PRIMARY KEY (namespace, key, claim)
 ) STRICT, WITHOUT ROWID;
 
--- Tokens never decrease when a row is deleted, by any client.
+-- Records the tokens of deleted rows, so that tokens keep growing, whatever client deletes them.
 CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
 BEGIN
     UPDATE lock_registry_meta SET floor = max(floor, OLD.token + (OLD.block - 1)) WHERE id = 1;

@@ -4,6 +4,9 @@
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
 //! Every statement that relies on a row also checks the boot in the meta row. After a process of
 //! another boot has stored its boot id, this process must not grant or renew.
+//!
+//! The claim `x'2b'` is [`MARKER`](super::records::MARKER): the row contains the record of several
+//! claims.
 
 use std::sync::LazyLock;
 
@@ -13,8 +16,8 @@ pub(super) const VERSION: i64 = 1;
 /// Creates the tables. Contains several statements, so the shared connections must not run it.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// Returns a row if the oldest and the newest table exist. If only some tables exist, the others
-/// are created.
+/// Returns a row if the oldest and the newest table exist. Without a result, the caller creates the
+/// missing tables.
 pub(super) const ALL_TABLES: &str = "\
     SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta' AND EXISTS ( \
         SELECT 1 FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_waiters')";
@@ -200,7 +203,7 @@ pub(super) const REGISTER_WAITER: &str = "\
     ON CONFLICT (namespace, key, claim) DO UPDATE SET \
         mode = excluded.mode, since = excluded.since, until = excluded.until, boot = excluded.boot";
 
-/// Parameters: namespace, key, claim.
+/// Deletes the registration of a claim. Parameters: namespace, key, claim.
 pub(super) const UNREGISTER_WAITER: &str = "\
     DELETE FROM main.lock_registry_waiters WHERE namespace = ?1 AND key = ?2 AND claim = ?3";
 
@@ -210,7 +213,9 @@ pub(super) const WAITERS: &str = "\
     SELECT key, mode, label, since, until FROM main.lock_registry_waiters \
     WHERE namespace = ?1 AND until > ?2 AND boot = ?3 AND (?4 IS NULL OR key = ?4)";
 
-/// Deletes the expired registrations, which processes that have ended left. Parameters: now, boot.
+/// Deletes the expired registrations of processes that ended without unregistering.
+///
+/// Parameters: now, boot.
 pub(super) const PURGE_WAITERS: &str =
     "DELETE FROM main.lock_registry_waiters WHERE until <= ?1 OR boot <> ?2";
 
@@ -269,7 +274,7 @@ fn parameters(first: usize, items: usize, per_item: usize) -> String {
 /// Parameters: now, boot, namespace, then for each claim: key, claim, until.
 pub(super) static RENEW: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| renew_statements(""));
 
-/// Like [`RENEW`], and returns the renewed claims. The return of a row costs more than its renewal.
+/// Like [`RENEW`], and returns the renewed claims. Returning a row costs more than renewing it.
 pub(super) static RENEW_RETURNING: LazyLock<[BatchStatement; 3]> =
     LazyLock::new(|| renew_statements(" RETURNING claim, until"));
 
@@ -315,8 +320,7 @@ pub(super) static ACQUIRE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
     })
 });
 
-/// Ends the grants of several claims like [`RELEASE`], and returns the keys of those that held
-/// theirs.
+/// Ends the grants of several claims like [`RELEASE`], and returns the keys whose grants it ended.
 ///
 /// Parameters: now, boot, namespace, then for each claim: key, claim, tokens used.
 pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| {
@@ -351,21 +355,21 @@ pub(super) static HELD_MARKS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     })
 });
 
-/// Returns the smallest of `sizes` that fits `items`, or the largest of all.
+/// Returns the smallest of `batches` that fits `items`, or the largest of all.
 pub(super) fn smallest_batch_for(
-    sizes: &'static [BatchStatement],
+    batches: &'static [BatchStatement],
     items: usize,
 ) -> &'static BatchStatement {
-    sizes
+    batches
         .iter()
-        .find(|size| size.items_max >= items)
-        .or_else(|| sizes.last())
-        .expect("each statement has at least one size")
+        .find(|batch| batch.items_max >= items)
+        .or_else(|| batches.last())
+        .expect("each statement has at least one batch size")
 }
 
-/// Returns the maximum number of items of `sizes`.
-pub(super) fn batch_items_max(sizes: &[BatchStatement]) -> usize {
-    sizes.iter().map(|size| size.items_max).max().unwrap_or(1)
+/// Returns the maximum number of items of `batches`.
+pub(super) fn batch_items_max(batches: &[BatchStatement]) -> usize {
+    batches.iter().map(|batch| batch.items_max).max().unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -389,10 +393,10 @@ mod tests {
         let _tables = folder.open_backend().await;
         let mut connection = connection::options(&folder.file()).connect().await.unwrap();
         let renew =
-            sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|size| size.text.as_str());
-        let held = sql::HELD_MARKS.iter().map(|size| size.text.as_str());
+            sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|batch| batch.text.as_str());
+        let held = sql::HELD_MARKS.iter().map(|batch| batch.text.as_str());
         let all =
-            sql::ACQUIRE_ALL.iter().chain(sql::RELEASE_ALL.iter()).map(|size| size.text.as_str());
+            sql::ACQUIRE_ALL.iter().chain(sql::RELEASE_ALL.iter()).map(|batch| batch.text.as_str());
         let fixed = [
             sql::ACQUIRE_AT,
             sql::ACQUIRE_ABOVE,

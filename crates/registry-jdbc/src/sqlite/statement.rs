@@ -1,5 +1,6 @@
-//! Binds parameters to the statements of `sql`. Each binding reads the clock again. No other code
-//! sets the times of a row.
+//! Binds parameters to the statements of `sql`. Each binding reads the clock again. Only the row of
+//! [`write_row`](SqliteStatementBinder::write_row) already contains its times, which `records`
+//! sets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -206,7 +207,7 @@ impl SqliteStatementBinder {
     /// Binds [`sql::ACQUIRE_ALL`].
     pub(super) fn acquire_all(
         &self,
-        size: &'static BatchStatement,
+        batch: &'static BatchStatement,
         claims: &[Claim],
         token: i64,
     ) -> SqliteQuery {
@@ -214,7 +215,7 @@ impl SqliteStatementBinder {
         let first = claims.first();
         let lease = first.map_or(0, |claim| to_micros(claim.lease()));
         let mut statement = self
-            .batch_query(size, now)
+            .batch_query(batch, now)
             .bind(token)
             .bind(first.map(|claim| i64::from(claim.token_block())))
             .bind(first.and_then(Claim::label).map(str::to_owned))
@@ -223,7 +224,7 @@ impl SqliteStatementBinder {
         for claim in claims {
             statement = statement.bind(key_bytes(claim.key())).bind(claim_bytes(claim));
         }
-        for _ in claims.len()..size.items_max {
+        for _ in claims.len()..batch.items_max {
             statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>);
         }
         statement
@@ -232,11 +233,11 @@ impl SqliteStatementBinder {
     /// Binds [`sql::RELEASE_ALL`].
     pub(super) fn release_all(
         &self,
-        size: &'static BatchStatement,
+        batch: &'static BatchStatement,
         claims: &[Claim],
     ) -> SqliteQuery {
         let used = |claim: &Claim, _| i64::from(claim.token_block());
-        self.claims_query(size, claims, used)
+        self.claims_query(batch, claims, used)
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
@@ -244,46 +245,46 @@ impl SqliteStatementBinder {
     /// A process may be paused after it read the clock, and resume after a lease has expired. The
     /// statement then prolongs that lease, if no other claim was granted the key meanwhile. This is
     /// safe, because until then no other claim held the key.
-    pub(super) fn renew(&self, size: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
+    pub(super) fn renew(&self, batch: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
         let until = |claim: &Claim, now: i64| now.saturating_add(to_micros(claim.lease()));
-        self.claims_query(size, claims, until)
+        self.claims_query(batch, claims, until)
     }
 
     /// Binds key, claim and one number for each claim. `number` also receives the current time.
     fn claims_query(
         &self,
-        size: &'static BatchStatement,
+        batch: &'static BatchStatement,
         claims: &[Claim],
         number: impl Fn(&Claim, i64) -> i64,
     ) -> SqliteQuery {
         let now = self.clock.now();
-        let mut statement = self.batch_query(size, now);
+        let mut statement = self.batch_query(batch, now);
         for claim in claims {
             statement = statement
                 .bind(key_bytes(claim.key()))
                 .bind(claim_bytes(claim))
                 .bind(number(claim, now));
         }
-        for _ in claims.len()..size.items_max {
+        for _ in claims.len()..batch.items_max {
             statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
         }
         statement
     }
 
     /// Binds [`sql::HELD_MARKS`].
-    pub(super) fn held_marks(&self, size: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
-        let mut statement = self.batch_query(size, self.clock.now());
+    pub(super) fn held_marks(&self, batch: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
+        let mut statement = self.batch_query(batch, self.clock.now());
         for key in keys {
             statement = statement.bind(key_bytes(key));
         }
-        for _ in keys.len()..size.items_max {
+        for _ in keys.len()..batch.items_max {
             statement = statement.bind(None::<Vec<u8>>);
         }
         statement
     }
 
-    fn batch_query(&self, size: &'static BatchStatement, now: i64) -> SqliteQuery {
-        query(size.text.as_str())
+    fn batch_query(&self, batch: &'static BatchStatement, now: i64) -> SqliteQuery {
+        query(batch.text.as_str())
             .bind(now)
             .bind(Arc::clone(&self.boot))
             .bind(Arc::clone(&self.namespace))

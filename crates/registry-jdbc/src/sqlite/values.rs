@@ -13,7 +13,7 @@ use super::backend::SqliteBackend;
 
 #[async_trait]
 impl ValueStore for SqliteBackend {
-    /// The time is that of this host, where all clients are.
+    /// The returned time is this host's wall clock, because all clients run on this host.
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
         let rows = self.reader.fetch_all(move || statements.read_value(&key)).await?;

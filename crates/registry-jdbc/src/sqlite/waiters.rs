@@ -52,8 +52,8 @@ const CHUNK_COST_MAX: Duration = Duration::from_millis(1);
 const BUDGET_MAX: Duration = Duration::from_millis(5);
 /// The longest pause after a read.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// How long the task stays without waiters. Another wait is likely, and closing the inotify watch
-/// can take milliseconds.
+/// How long the task continues without waiters. Another wait is likely, and closing the inotify
+/// watch can take milliseconds.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend.
@@ -220,9 +220,9 @@ impl ReleaseWatcher {
     }
 
     async fn held_marks(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let size = sql::smallest_batch_for(&*sql::HELD_MARKS, keys.len());
+        let batch = sql::smallest_batch_for(&*sql::HELD_MARKS, keys.len());
         let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
-        let rows = self.reader.fetch_all(move || statements.held_marks(size, &keys)).await?;
+        let rows = self.reader.fetch_all(move || statements.held_marks(batch, &keys)).await?;
         Ok(rows
             .iter()
             .filter_map(|row| {

@@ -18,11 +18,11 @@ impl WaiterStore for SqliteBackend {
     }
 
     async fn unregister(&self, claim: &Claim) -> Result<(), BackendError> {
-        let purges = claim.id().to_bytes()[0] == PURGE_FIRST_BYTE;
+        let is_purge_due = claim.id().to_bytes()[0] == PURGE_ID_BYTE;
         let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
         let unregister = move || statements.unregister_waiter(&claim);
         self.writer.execute(unregister).await?;
-        if purges {
+        if is_purge_due {
             let statements = Arc::clone(&self.statements);
             self.writer.execute_low_priority(move || statements.purge_waiters()).await?;
         }
@@ -48,6 +48,6 @@ impl WaiterStore for SqliteBackend {
     }
 }
 
-/// One in 256 ends of a wait also deletes expired registrations: those of claims whose random id
-/// begins with this byte.
-const PURGE_FIRST_BYTE: u8 = 0;
+/// The end of a wait also deletes expired registrations if the claim's random id begins with this
+/// byte: one in 256.
+const PURGE_ID_BYTE: u8 = 0;
