@@ -271,9 +271,9 @@ const LABEL_SIZE: &str = "\
 /// show whether the row is free, change last. The assignment of `until` recognises this grant by
 /// the new `claim` and `since`.
 ///
-/// The new token is above the tokens of this row, both in the snapshot and at the write, and above
-/// the tokens of all purged rows. In a snapshot, either the row exists or the floor covers its
-/// tokens.
+/// The new token is above the tokens of this row, both in the snapshot and at the write. It is also
+/// above the tokens of all purged rows. In a snapshot, either the row exists or the floor covers
+/// its tokens.
 ///
 /// With `{end}` zero instead of the end of a lease, the statement writes the claim of a session.
 ///
@@ -307,8 +307,8 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
 /// snapshot nor tries to insert. The statement may wait for a locked row, so it is only for keys
 /// that this process expects to be free.
 ///
-/// A token above the row's own token is above all earlier tokens of the key, because a new row
-/// starts above the tokens of deleted rows. `token` is assigned first, because it must read the old
+/// A token above the row's own tokens is above all earlier tokens of the key: a new row starts
+/// above the tokens of deleted rows. `token` is assigned first, because it must read the old
 /// `block`.
 ///
 /// Parameters: id, claim, block, label, lease.
@@ -391,8 +391,8 @@ const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = $2 AND until > {now}";
 
-/// Returns the columns of the key's row that requests change, or nulls without a row, then the
-/// server's time and the largest token of all purged rows.
+/// Returns the columns of the key's row that requests change, the server's time, and the largest
+/// token of all purged rows. Without a row, its columns are NULL.
 ///
 /// Parameters: id.
 const READ_ROW: &str = "\

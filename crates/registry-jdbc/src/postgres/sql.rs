@@ -239,8 +239,8 @@ const ACQUIRE: &str = "\
 /// no row.
 ///
 /// The statement is faster than `ACQUIRE`, because it need not handle a missing row. A token above
-/// the row's own token is above all earlier tokens of the key, because a new row starts above the
-/// tokens of deleted rows.
+/// the row's own tokens is above all earlier tokens of the key: a new row starts above the tokens
+/// of deleted rows.
 ///
 /// The subquery locks the row FOR UPDATE, because an update alone would not conflict with a fence.
 /// The subquery checks that the row is free after it has locked the row.
@@ -399,8 +399,8 @@ const FENCE: &str = "\
                 + encode(substr(label, position($4::bytea IN label) + 100, 10), 'escape')::bigint > $3::bigint END \
     FOR KEY SHARE";
 
-/// Returns the columns of the key's row that requests change, or nulls without a row, then the
-/// server's time and the largest token of all deleted rows.
+/// Returns the columns of the key's row that requests change, the server's time, and the largest
+/// token of all deleted rows. Without a row, its columns are NULL.
 ///
 /// Parameters: id
 const READ_ROW: &str = "\
@@ -505,9 +505,12 @@ const LOCK_IN_SESSION: &str = "\
 /// the row is locked. No statement waits for the holder lock. The statement restores the caller's
 /// `lock_timeout`.
 ///
-/// Columns: whether this is the store's database, the token, the lease's time left, the isolation
-/// level if it is unsuitable, two columns to ignore, and whether a session holds the lock
-/// ([`LOCK_IN_SESSION`]).
+/// Columns by index; columns 4 and 5 are ignored:
+/// - 0: whether this is the store's database
+/// - 1: the token
+/// - 2: the lease's time left
+/// - 3: the isolation level, if it is unsuitable
+/// - 6: whether a session holds the lock ([`LOCK_IN_SESSION`])
 ///
 /// Parameters: id, namespace, key, store, lock_timeout, holder lock, channel, message
 const LOCK_IN: &str = "\

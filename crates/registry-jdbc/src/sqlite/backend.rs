@@ -349,8 +349,8 @@ impl LockBackend for SqliteBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let statements = Arc::clone(&self.statements);
-        let released = claim.clone();
-        let make_statement = move || statements.release(&released);
+        let owned_claim = claim.clone();
+        let make_statement = move || statements.release(&owned_claim);
         let release = async {
             if claim.mode() == ClaimMode::Exclusive
                 && self.writer.execute_within(release_limit(claim), make_statement).await? > 0
@@ -424,8 +424,8 @@ impl LockAdmin for SqliteBackend {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
-        let forced = key.clone();
-        let changes = self.writer.execute(move || statements.force_release(&forced)).await?;
+        let owned_key = key.clone();
+        let changes = self.writer.execute(move || statements.force_release(&owned_key)).await?;
         if changes > 0 {
             return Ok(Release::Freed);
         }

@@ -411,7 +411,7 @@ impl BusyRetry {
     /// Returns whether to retry the statement that failed with `error`. If so, pauses before it
     /// returns.
     ///
-    /// A write takes about 30 us, so the first retries have no pause. Later pauses are random and
+    /// A write takes about 30 µs, so the first retries have no pause. Later pauses are random and
     /// grow to 16 ms, so that processes do not retry simultaneously.
     pub(super) async fn pause_before_retry(&mut self, error: &sqlx::Error) -> bool {
         const IMMEDIATE_RETRIES: u32 = 3;

@@ -1,10 +1,10 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
-//! [`LockRecord`] decides each request. The row of such a key has the claim [`MARKER`], the text of
-//! the record as its label, and the end of the last entry as `until`. The statements for exclusive
-//! claims find such a row held, and never change it. A change is written only if the row is still
-//! as it was read. `since` grows with each change after which a waiting claim may be granted.
-//! `waiters` compares `since` to detect such a change.
+//! [`LockRecord`] decides each request. In the row of such a key, the claim is [`MARKER`], and the
+//! label is the text of the record. `until` is the end of the last entry. The statements for
+//! exclusive claims find such a row held, and never change it. A change is written only if the row
+//! is still as it was read. `since` grows with each change after which a waiting claim may be
+//! granted. `waiters` compares `since` to detect such a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,8 +20,8 @@ use super::open;
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
 pub(super) const MARKER: &[u8] = b"+";
 
-/// The bit that is set in the mark of a row with several claims, and not in the mark of a grant,
-/// which is its token.
+/// The bit that is set in the mark of a row with several claims. The mark of a grant is its token,
+/// in which this bit is not set.
 pub(super) const RECORD_MARK_BIT: u64 = 1 << 63;
 
 /// The columns of a row that a change compares and sets. The default is a missing row.
@@ -119,8 +119,8 @@ impl SqliteBackend {
     /// Ends the grant or the wait of `claim`.
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.mode() != ClaimMode::Exclusive {
-            let (statements, released) = (Arc::clone(&self.statements), claim.clone());
-            let make_statement = move || statements.release_single_claim(&released);
+            let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
+            let make_statement = move || statements.release_single_claim(&owned_claim);
             if self.writer.execute_within(release_limit(claim), make_statement).await? > 0 {
                 return Ok(Release::Freed);
             }

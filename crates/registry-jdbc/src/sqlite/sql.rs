@@ -86,7 +86,7 @@ pub(super) const CURRENT_GRANT: &str = "\
     WHERE meta.id = 1";
 
 /// Returns the boot of the store, the largest token of all deleted rows, and the columns of a key's
-/// row, which are NULL if it has none. Claims of an earlier boot are NULL too.
+/// row. Without a row, its columns are NULL. A claim of an earlier boot is NULL too.
 ///
 /// Parameters: namespace, key, boot.
 pub(super) const READ_ROW: &str = "\
@@ -97,8 +97,8 @@ pub(super) const READ_ROW: &str = "\
     WHERE meta.id = 1";
 
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
-/// returned it: claim, token, label and `until` are compared. A renewal of an exclusive grant
-/// changes only `until`.
+/// returned it. The statement compares claim, token, label and `until`. A renewal of an exclusive
+/// grant changes only `until`.
 ///
 /// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
 /// token, old label, old `until`.

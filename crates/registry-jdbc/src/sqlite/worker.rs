@@ -1,8 +1,10 @@
 //! The worker thread of a backend, which drives its own runtime.
 //!
-//! A caller's runtime may end, may not be driven, or may have no I/O. So this thread runs work that
-//! must not depend on such a runtime: unpolled calls of `serial_executor`, the pauses of
-//! `connection`, and the task of `waiters`.
+//! A caller's runtime may end, may not be driven, or may have no I/O. So this thread runs all work
+//! that must not depend on a caller's runtime:
+//! - unpolled calls of `serial_executor`,
+//! - the pauses of `connection`,
+//! - the task of `waiters`.
 
 use std::convert::Infallible;
 use std::future::Future;
