@@ -2,7 +2,8 @@
 //!
 //! A lease can expire while its holder is paused, and the holder may notice too late. The holder's
 //! later writes must not take effect. The write and the check are therefore one transaction, and
-//! the database decides. In this crate, only fences and `lock_in` use a connection of the caller.
+//! the database decides. In this crate, only `Fence`, `LockIn` and `RunIn` use a connection of the
+//! caller.
 
 use std::future::Future;
 
@@ -46,12 +47,12 @@ guard.unlock().await?;
 "#
 )]
 pub trait Fence<DB: Database> {
-    /// Ensures that `transaction` can commit only while no other claim was granted the lock.
+    /// Ensures that `transaction` can commit only if no other claim has been granted the lock.
     ///
-    /// Checks the guard's claim, its token and its lease in the transaction. The transaction then
-    /// keeps the lock's row from being granted to another claim until it ends. A client that waits
-    /// for the lock also waits for the transaction, even if the lease expires or the lock is
-    /// released meanwhile. Keep the transaction short. After an error, roll it back.
+    /// Checks the guard's claim, token and lease in the transaction. After this check, the lock is
+    /// granted to no other claim until the transaction ends. A client that waits for the lock also
+    /// waits for the transaction, even if the lease expires or the lock is released meanwhile. Keep
+    /// the transaction short. After an error, roll the transaction back.
     ///
     /// The claim of a fenced lock is not handed over to the next local caller, who acquires a new
     /// claim. So this transaction commits before the next caller's transaction, or not at all. End
@@ -65,19 +66,20 @@ pub trait Fence<DB: Database> {
     /// ([`FenceError::Busy`]). The fence protects only writes to the same file, not to attached
     /// databases.
     ///
-    /// In PostgreSQL, the fence locks one row `FOR KEY SHARE`: other locks, and renewals of this
-    /// lock, continue. With `REPEATABLE READ` and `SERIALIZABLE`, fence before the transaction
-    /// reads anything. Otherwise the server may report a conflict with a later renewal, or the
-    /// transaction may not see the grant yet ([`FenceError::Busy`]).
+    /// In PostgreSQL, the fence locks one row `FOR KEY SHARE`. This blocks neither other locks nor
+    /// renewals of this lock. With `REPEATABLE READ` and `SERIALIZABLE`, fence before the
+    /// transaction reads anything. Otherwise the server may report a conflict with a later renewal,
+    /// or the transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
     /// The guard of a reader or a permit can fence too. Conflicting claims, and an upgrade of the
     /// same guard, then wait until the transaction ends.
     ///
     /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`, or `LOCK IN SHARE MODE` for
     /// readers and permits. If several claims hold the key, an open transaction blocks the grants,
-    /// renewals and releases of all of them. Other locks continue, but
-    /// renewals of this lock cannot, so the transaction must end well before the lease does. With
-    /// `REPEATABLE READ`, the default of these servers, fence before the transaction reads
+    /// renewals and releases of all of them. The fence does not block other locks, but it blocks
+    /// renewals of this lock. So the transaction must end well before the lease does.
+    ///
+    /// With `REPEATABLE READ`, the default of MariaDB and MySQL, fence before the transaction reads
     /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that
     /// the snapshot does not contain. If the lock's row shows that the snapshot is older than the
     /// grant, the fence returns [`FenceError::Busy`]. A hand-over within this process does not
@@ -89,10 +91,10 @@ pub trait Fence<DB: Database> {
     /// that case, call [`Transaction::rollback`] at once: a dropped transaction is rolled back only
     /// when its connection is used again or returns to its pool.
     ///
-    /// A session lock or a row lock ends with its connection. The next grant must also change the
-    /// lock's row, and waits for this transaction to do so. Therefore, if the server ends the
-    /// holder's connection and the holder does not notice, the transaction still commits before
-    /// the next grant or not at all.
+    /// A session lock or a row lock ends with its connection. But the next grant must also change
+    /// the lock's row, so it waits until this transaction ends. Therefore, even if the server ends
+    /// the holder's connection and the holder does not notice, the transaction commits before the
+    /// next grant or not at all.
     ///
     /// # Errors
     /// [`FenceError::Lost`] if this guard no longer holds the lock. All other errors mean that the
@@ -107,9 +109,9 @@ pub trait Fence<DB: Database> {
     ) -> impl Future<Output = Result<(), FenceError>> + Send;
 }
 
-/// Returns the claim for comparison with the row, and excludes it from hand-over. After a
-/// hand-over, two local callers would share the claim, and the row could not distinguish their
-/// transactions.
+/// Returns the guard's claim for comparison with the row, and excludes the claim from hand-over.
+/// After a hand-over, two local callers would use the same claim. A comparison with the row could
+/// then not distinguish their transactions.
 pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
     if mutated(Mutant::FenceAllowsHandOver) {
         return Ok(guard.claim());
@@ -121,7 +123,7 @@ pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
-    /// This guard no longer holds the lock. Nothing was written.
+    /// This guard no longer holds the lock. The fence wrote nothing.
     #[error("lock {key:?} was lost")]
     #[non_exhaustive]
     Lost {
@@ -174,7 +176,7 @@ pub enum FenceError {
 }
 
 impl FenceError {
-    /// Returns whether a rolled-back and restarted transaction may succeed.
+    /// Returns whether a new transaction may succeed, after a rollback of this one.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {

@@ -12,14 +12,17 @@
 //! A lock in a database server is a lease by default. Other values of `SqlMode` make it a lock of a
 //! connection, a row locked by a transaction, or a row in Spring Integration's table.
 //!
-//! A lock is a row. The row names the claim that holds the lock, the reserved fencing tokens and
-//! the end of the lease. A grant of a lease is a single statement, so an interrupted acquisition
-//! needs no cleanup. The engine in `registry-core` decides about waiting, renewal, hand-over and
-//! loss, and calls the backend through `LockBackend`.
+//! A lease is a row. The row contains the claim that holds the lock, the reserved fencing tokens
+//! and the end of the lease. A grant of a lease is a single statement, so an interrupted
+//! acquisition leaves no open transaction. The engine in `registry-core` decides about waiting,
+//! renewal, hand-over and loss, and calls the backend through `LockBackend`.
 //!
-//! This crate also checks tokens: `Fence` checks a guard inside the caller's own transaction, so
-//! that the transaction cannot commit after the lock was lost. `LockIn` acquires a lock that lasts
-//! as long as such a transaction.
+//! Three traits use the caller's own transaction:
+//!
+//! - `Fence` checks a guard in the transaction, so that the transaction cannot commit after another
+//!   client was granted the lock.
+//! - `LockIn` acquires a lock that lasts as long as the transaction.
+//! - `RunIn` runs a tick of a job in the transaction.
 #![cfg_attr(
     all(feature = "sqlite", target_os = "linux"),
     doc = r#"

@@ -1,8 +1,8 @@
 //! A lock that lasts exactly as long as the caller's transaction.
 //!
-//! Such a lock has no lease, no renewal and no release: commit, rollback or the end of the
-//! connection ends it. The caller's transaction locks the row of the key. So this lock and leases
-//! of the same key exclude each other.
+//! Such a lock has no lease, no renewal and no release. It ends with the transaction: by commit, by
+//! rollback, or with the connection. The caller's transaction locks the row of the key. So this
+//! lock and leases of the same key exclude each other.
 
 use std::future::Future;
 use std::time::Duration;
@@ -34,8 +34,8 @@ use tokio::time::Instant;
 pub trait LockIn<DB: Database>: Sync {
     /// Waits until the transaction holds the lock of `key`.
     ///
-    /// The transaction stays open during the wait, and keeps the rows locked that it has locked
-    /// before. Acquire the lock first, and prefer a [limited wait](Self::try_lock_in_for).
+    /// The transaction stays open during the wait, and its row locks continue. So call this method
+    /// before the transaction locks rows, and prefer a [limited wait](Self::try_lock_in_for).
     /// Transactions that lock several keys must lock them in the same order. Otherwise they
     /// deadlock, and the database ends one transaction ([`LockInError::Conflict`]). If one
     /// transaction waits for a lease, the database cannot detect the deadlock, and both
@@ -46,8 +46,8 @@ pub trait LockIn<DB: Database>: Sync {
     /// transaction succeeds and returns a larger token.
     ///
     /// A call first makes one attempt. If the key is held, the caller joins the registry's local
-    /// wait queue of the key, next to callers that wait for guards. A hand-over never passes a
-    /// caller in that queue.
+    /// wait queue of the key, which also contains callers that wait for guards. A claim is never
+    /// handed over past this caller to one that queued later.
     ///
     /// In PostgreSQL, the lock also works through a pooler that gives each transaction another
     /// connection. The transaction must have the isolation level `READ COMMITTED`, the server's
@@ -56,13 +56,14 @@ pub trait LockIn<DB: Database>: Sync {
     /// transaction would not see the writes of the previous holder.
     ///
     /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
-    /// lock timeout for a single statement. While a transaction has the lock, an attempt to acquire
-    /// a lease waits for the row (`busy_timeout`). The attempt then returns a retryable error,
-    /// because the server does not report why the row is locked. In PostgreSQL, the attempt returns
-    /// `Busy`. With `REPEATABLE READ`, the default of MariaDB and MySQL, lock before the
-    /// transaction reads anything. If the snapshot is older than the end of the last grant, the
-    /// call returns [`LockInError::Conflict`]: the transaction would read rows that have been
-    /// overwritten since.
+    /// lock timeout for a single statement. While a transaction holds the lock, an attempt to
+    /// acquire a lease waits for the row for at most `busy_timeout`. The attempt then returns a
+    /// retryable error, because the server does not report why the row is locked. In PostgreSQL,
+    /// such an attempt returns `Busy`.
+    ///
+    /// With `REPEATABLE READ`, the default of MariaDB and MySQL, lock before the transaction reads
+    /// anything. If the snapshot is older than the end of the last grant, the call returns
+    /// [`LockInError::Conflict`]: the transaction would read rows that have been overwritten since.
     ///
     /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
     /// also be session locks: the transaction then acquires the advisory lock as well. While
@@ -145,10 +146,11 @@ impl TransactionLock {
     /// Returns the token of this grant, which is larger than all earlier committed tokens of the
     /// key.
     ///
-    /// The token is written to the lock's row in the same transaction, so a rollback also undoes
-    /// the token. The next token is larger in most cases, because tokens are at least the
-    /// database's clock in microseconds. If that clock was set back, or is behind the tokens, the
-    /// next grant has the same token. Use the token outside the transaction only after the commit.
+    /// Use the token outside the transaction only after the commit. The token is written to the
+    /// lock's row in the same transaction, so a rollback also undoes the token. The next grant may
+    /// then have the same token, if the database's clock was set back or is behind the tokens.
+    /// Otherwise the next token is larger, because tokens are at least that clock's time in
+    /// microseconds.
     #[must_use]
     pub const fn fencing_token(&self) -> FencingToken {
         self.token

@@ -1,8 +1,9 @@
-//! Deliberate bugs in the stores of database servers, by which tests prove that other tests find
-//! such bugs. Not compiled into a normal build.
+//! Deliberate bugs in the stores of database servers. A test enables one bug, and checks that
+//! another test finds the bug. Not compiled into a normal build.
 //!
 //! With `--cfg lock_registry_mutants`, `switch_mutant` enables one bug at a time for the whole
-//! process, before a store is opened. Without it, [`mutated`] is the constant `false`.
+//! process. Call it before a store is opened, because the bug may change the store's statements.
+//! Without this `cfg`, [`mutated`] always returns `false`.
 
 use std::borrow::Cow;
 
@@ -51,7 +52,7 @@ impl Mutant {
     ];
 }
 
-/// A bug in a statement: `original` is replaced by `replacement`.
+/// A bug in the text of a statement: `replacement` replaces `original`.
 pub(crate) struct SqlMutation {
     pub(crate) mutant: Mutant,
     pub(crate) original: &'static str,
@@ -83,11 +84,12 @@ pub(crate) fn with_mutation<'a>(statement: &'a str, mutations: &[SqlMutation]) -
     }
 }
 
-/// Returns the SQL of the server's clock, as this client reads it.
+/// Returns `now`, the SQL expression of the server's clock. With [`Mutant::ClientClock`], each call
+/// adds a different offset to it.
 pub(crate) fn clock(now: &str) -> Cow<'_, str> {
     if mutated(Mutant::ClientClock) {
-        // The clocks of any two clients differ by one or more hours.
-        let hours = next_clock();
+        // The clocks of any two clients differ by at least an hour.
+        let hours = next_clock_offset();
         return Cow::Owned(format!("({now} + {hours} * 3600000000)"));
     }
     Cow::Borrowed(now)
@@ -99,27 +101,27 @@ mod switch {
 
     use super::Mutant;
 
-    static ON: AtomicU8 = AtomicU8::new(0);
-    static CLOCKS: AtomicU64 = AtomicU64::new(0);
+    static ENABLED: AtomicU8 = AtomicU8::new(0);
+    static NEXT_OFFSET: AtomicU64 = AtomicU64::new(0);
 
     /// Enables one bug, or disables all.
     pub fn switch_mutant(mutant: Option<Mutant>) {
-        ON.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
+        ENABLED.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }
 
     pub(crate) fn mutated(mutant: Mutant) -> bool {
-        ON.load(Ordering::Relaxed) == mutant as u8
+        ENABLED.load(Ordering::Relaxed) == mutant as u8
     }
 
-    pub(super) fn next_clock() -> u64 {
-        CLOCKS.fetch_add(1, Ordering::Relaxed)
+    pub(super) fn next_clock_offset() -> u64 {
+        NEXT_OFFSET.fetch_add(1, Ordering::Relaxed)
     }
 }
 
 #[cfg(lock_registry_mutants)]
 pub(crate) use switch::mutated;
 #[cfg(lock_registry_mutants)]
-use switch::next_clock;
+use switch::next_clock_offset;
 #[cfg(lock_registry_mutants)]
 pub use switch::switch_mutant;
 
@@ -129,6 +131,6 @@ pub(crate) const fn mutated(_mutant: Mutant) -> bool {
 }
 
 #[cfg(not(lock_registry_mutants))]
-const fn next_clock() -> u64 {
+const fn next_clock_offset() -> u64 {
     0
 }

@@ -1,5 +1,5 @@
-//! Runs a tick of a job in the caller's own transaction, so that the work and the record that the
-//! tick is done are committed together.
+//! Runs a tick of a job in the caller's own transaction. So one commit makes both the work and the
+//! record that the tick is done permanent.
 
 use std::future::Future;
 
@@ -47,28 +47,29 @@ match registry.once("interest").tick(7).run_in(&mut tx).await? {
 "#
 )]
 pub trait RunIn<DB: Database> {
-    /// Acquires the lock of the job if its tick is due, [fences](Fence::fence) `transaction`, and
-    /// records in it that the tick is done. The caller then does the work in the same transaction,
-    /// and commits it: the tick is done exactly once. After a rollback, the tick is available
-    /// again.
+    /// Acquires the lock of the job if a tick is due, [fences](Fence::fence) `transaction`, and
+    /// writes the record that the tick is done. The caller then does the work in the same
+    /// transaction and commits it, so the tick is done exactly once. After a rollback, the tick is
+    /// due again.
     ///
-    /// Of several missed ticks, one call runs the first; repeat it in another transaction for the
-    /// next one.
+    /// If several ticks were missed, one call runs the first. Repeat the call in another
+    /// transaction for the next tick.
     ///
     /// # Errors
     /// [`RunInError::Lock`] as [`ScheduledJob::run`], [`RunInError::Fence`] as [`Fence::fence`].
     /// After an error, roll the transaction back.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the transaction open, possibly with the record. Roll it back.
+    /// Dropping the future leaves the transaction open, possibly with the record. Roll the
+    /// transaction back.
     fn run_in(
         &self,
         transaction: &mut Transaction<'_, DB>,
     ) -> impl Future<Output = Result<Outcome<TransactionRun>, RunInError>> + Send;
 }
 
-/// The run of one tick in a transaction. Its drop releases the lock of the job in the background,
-/// as soon as the transaction has ended.
+/// The run of one tick in a transaction. Dropping it releases the lock of the job in the
+/// background, as soon as the transaction has ended.
 #[derive(Debug)]
 #[must_use = "the tick is done when the transaction is committed"]
 pub struct TransactionRun {
@@ -113,7 +114,8 @@ pub enum RunInError {
     Fence(#[from] FenceError),
 }
 
-/// Fences the transaction and writes the record with `write`, which returns whether it was written.
+/// Fences the transaction, and writes the record that the tick is done. `write` writes the record,
+/// or returns `false` if the guard no longer holds the lock.
 pub(crate) async fn run_in<'t, DB: Database>(
     job: &ScheduledJob,
     transaction: &mut Transaction<'t, DB>,
@@ -127,7 +129,7 @@ where
         Begun::AlreadyDone(record) => return Ok(record.already_done()),
         _ => return Ok(Outcome::Busy),
     };
-    // At least one tick is due.
+    // `Begun::Due` contains at least one tick, so this error is never returned.
     let tick = ticks.next().ok_or(LockError::Closed)?;
     guard.fence(transaction).await?;
     let record = ticks.record(&guard, &tick);

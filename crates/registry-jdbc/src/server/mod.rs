@@ -1,5 +1,5 @@
-//! The backend of database servers, whatever their SQL dialect. Contains no SQL. `postgres` and
-//! `mysql` implement its [`Dialect`].
+//! The backend that all database servers share. `postgres` and `mysql` implement its [`Dialect`],
+//! and contain the SQL.
 
 // The backend, and what a kind of server implements for it.
 pub(crate) mod config;
@@ -74,8 +74,9 @@ pub(crate) use token_reservation::TokenPlan;
 pub(crate) use values::ValueStatements;
 pub(crate) use waiting::WaiterStatements;
 
-/// The minimum time for which rows of free keys are kept. It is far longer than any statement or
-/// wait for a row. So no client acts on a row that it read before the row's deletion.
+/// The minimum time for which rows of free keys are kept. The configuration also requires at least
+/// twice the response timeout. So no client acts on a row that was deleted after the client read
+/// it.
 pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::from_secs(60);
 
 /// The idle time after which a server ends the connection of a session or row lock.
