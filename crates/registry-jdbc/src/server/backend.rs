@@ -1,5 +1,5 @@
-//! The backend of all database servers, in all lock modes. Each server implements the differences
-//! as its [`Dialect`]. Session and row locks are in `session` and `sessions`.
+//! The backend of all database servers, in all lock modes. Each server implements its differences
+//! in a [`Dialect`]. Session locks are in `session`, row locks in `sessions`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::rows::LeaseTable;
 use super::spring::PEER_POLL;
 use super::spring_rows::SpringLeaseTable;
 use super::store::Store;
-use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
+use super::{RowLockSessions, SessionProtocol as _, SpringTable, SqlSession};
 
 /// What a lock in a database server is, and when it ends.
 ///
@@ -32,13 +32,13 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 ///
 /// - When a process dies, the server frees the process's locks at once. If the server cannot notice
 ///   the end (host lost, process stopped), it ends the connection after
-///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). No lease is longer than this time, so the holder's
-///   lease has run out before the server frees its locks.
+///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). No lease is longer than this time, so each lease
+///   of the process has ended before the server frees the lock.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
 ///   firewall that cuts connections), the lock is free at once. The backend notifies the holder up
 ///   to a third of a second later, or at the end of the lease if no answer arrives. During that
-///   time there can be two holders. So these modes are of class best-effort. Tokens grow
-///   nevertheless, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
+///   time, a second client can hold the lock. So these modes are of class best-effort. Tokens still
+///   grow, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
 /// - A MariaDB or MySQL server that is set `read_only` grants nothing. When the server becomes
 ///   read-only, the backend notifies the holders that their locks are lost.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -131,15 +131,15 @@ pub struct SqlBackend<D: SpringDialect> {
     capabilities: Capabilities,
 }
 
-/// The locks of a backend, by mode.
+/// The lock mode of a backend, with the tables and connections that it needs.
 pub(crate) enum Locks<D: SpringDialect> {
     Lease(LeaseTable<D>),
     Session { rows: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
-    Row { rows: Arc<LeaseTable<D>>, sessions: SqlSessions<D::RowLock> },
+    Row { rows: Arc<LeaseTable<D>>, sessions: RowLockSessions<D::RowLock> },
     Spring(SpringLeaseTable<D>),
 }
 
-/// The table with the locks of a backend.
+/// The tables that contain the rows of a backend's locks.
 pub(crate) enum BackendTable<'a, D: SpringDialect> {
     /// The tables of this library.
     Native(&'a LeaseTable<D>),
@@ -169,7 +169,8 @@ impl<D: SpringDialect> SqlBackend<D> {
         Self::open_mode(config, SqlMode::Lease).await
     }
 
-    /// Connects to the server, and creates missing tables, in Spring mode also Spring's.
+    /// Connects to the server, and creates the tables if they are missing. With
+    /// [`SqlMode::Spring`], this includes Spring's table. `mode` selects what a lock is.
     ///
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
@@ -197,7 +198,7 @@ impl<D: SpringDialect> SqlBackend<D> {
             }
             SqlMode::Row => {
                 let rows = Arc::new(LeaseTable::open(config).await?);
-                let sessions = SqlSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
+                let sessions = RowLockSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
                 Locks::Row { rows, sessions }
             }
             SqlMode::Spring(table) => Locks::Spring(SpringLeaseTable::open(config, table).await?),
@@ -287,7 +288,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     }
 }
 
-/// Returns what a store of this configuration can do in this mode.
+/// Returns the capabilities of a store with this configuration in this mode.
 pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Capabilities {
     let class = match mode {
         SqlMode::Lease => GuaranteeClass::Durable,

@@ -8,9 +8,9 @@ use super::rows::LeaseTable;
 use super::statement::fencing_token;
 
 impl<D: Dialect> LeaseTable<D> {
-    /// Grants all claims in one statement. Declines if this process did not recently release all
-    /// keys: then some rows probably do not exist or are held, and the statement would grant
-    /// nothing.
+    /// Grants all claims in one statement. Declines unless this process recently released all of
+    /// the keys. Otherwise some rows probably do not exist or are held, and the statement would
+    /// grant nothing.
     pub(super) async fn try_acquire_all(
         &self,
         claims: &[Claim],
@@ -30,8 +30,8 @@ impl<D: Dialect> LeaseTable<D> {
         grants.map(BatchAttempt::Granted).map_err(BackendError::as_unknown)
     }
 
-    /// Releases all claims in one statement. A claim that this statement did not find may be in a
-    /// record, so it is released with a statement of its own.
+    /// Releases all claims in one statement. Then releases each claim that the statement did not
+    /// find with a separate statement, because the claim may be in a record.
     pub(super) async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
         let freed = match D::release_all(self, claims).await {
             Ok(freed) => freed,

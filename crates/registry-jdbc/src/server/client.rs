@@ -1,7 +1,8 @@
-//! Sends requests to a server over a free connection.
+//! Sends requests to a server over pooled connections.
 //!
-//! Repeats a request if the server rolled it back because of a conflict, or if an idle connection
-//! had broken unnoticed before the request was sent.
+//! The client repeats a request that the server rolled back because of a conflict. It also repeats
+//! a request that failed because its connection broke unnoticed while it was idle, if the request
+//! may be sent again ([`Resend`]).
 
 use std::fmt;
 use std::time::Duration;
@@ -93,7 +94,7 @@ impl<D: Dialect> SqlClient<D> {
         // If the server may have executed one attempt, the outcome stays unknown, whatever later
         // attempts return.
         let mut is_unknown = false;
-        let with_outcome =
+        let mark_if_unknown =
             |error: BackendError, is_unknown| if is_unknown { error.as_unknown() } else { error };
         loop {
             let pooled = if reconnect {
@@ -102,7 +103,7 @@ impl<D: Dialect> SqlClient<D> {
                 self.pool.acquire(connection_use).await
             };
             let mut pooled =
-                pooled.map_err(|reason| with_outcome(self.not_connected(reason), is_unknown))?;
+                pooled.map_err(|reason| mark_if_unknown(self.not_connected(reason), is_unknown))?;
             let was_idle = pooled.was_idle();
             let (connection, timer) = pooled.split();
             let error = match timer.wait_for(D::send(connection, request, mode)).await {
@@ -117,7 +118,7 @@ impl<D: Dialect> SqlClient<D> {
                     // After a failover, the old address may silently drop all packets.
                     self.pool.close_idle();
                     let error = error::timed_out(D::STORE, self.response_timeout);
-                    return Err(with_outcome(error, is_unknown));
+                    return Err(mark_if_unknown(error, is_unknown));
                 }
             };
             let effect = D::error_effect(&error);
@@ -128,23 +129,24 @@ impl<D: Dialect> SqlClient<D> {
                 drop(pooled);
             }
             match effect {
-                ErrorEffect::Rejected => return Err(with_outcome(error, is_unknown)),
+                ErrorEffect::Rejected => return Err(mark_if_unknown(error, is_unknown)),
                 ErrorEffect::RolledBack => {
                     conflicts += 1;
                     if conflicts >= CONFLICTS_MAX {
-                        return Err(with_outcome(error, is_unknown));
+                        return Err(mark_if_unknown(error, is_unknown));
                     }
                     let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts - 1);
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
                 }
                 ErrorEffect::Broken => {
-                    // The connection broke while it was idle. A restart of the server breaks all
-                    // idle connections.
+                    // A connection that was idle has probably broken before this request, for
+                    // example by a restart of the server. Only then is the request repeated.
                     if !was_idle || reconnect || resend != Resend::Allowed {
                         // The remaining idle connections are probably broken too.
                         self.pool.close_idle();
-                        let error = with_outcome(error, is_unknown);
-                        // The request may still be executed, so the caller decides about a retry.
+                        let error = mark_if_unknown(error, is_unknown);
+                        // The server may have executed the request, so the engine decides about a
+                        // retry.
                         let is_stale = was_idle && !reconnect;
                         return Err(if is_stale { error.on_stale_connection() } else { error });
                     }
@@ -155,7 +157,8 @@ impl<D: Dialect> SqlClient<D> {
         }
     }
 
-    /// Returns an exclusively used connection, for more than one statement.
+    /// Returns a connection for several statements. No other caller uses the connection until it is
+    /// released.
     #[cfg(feature = "mysql")]
     pub(crate) async fn acquire(
         &self,
@@ -179,7 +182,7 @@ impl<D: Dialect> SqlClient<D> {
     }
 }
 
-/// Returns what an error outside of a transaction means for a session.
+/// Converts an error of a session's statement that ran outside of a transaction.
 pub(crate) fn session_failure<D: ServerErrors>(error: sqlx::Error) -> SessionFailure {
     match D::error_effect(&error) {
         ErrorEffect::Broken => SessionFailure::Broken(D::explain(error)),

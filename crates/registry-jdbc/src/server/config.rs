@@ -1,5 +1,5 @@
-//! The common part of the configurations of all database servers: the form of URLs, most options,
-//! and the limits that depend on each other. Used by `PostgresConfig` and `MySqlConfig`.
+//! The common part of `PostgresConfig` and `MySqlConfig`: the form of URLs, most options, and the
+//! limits that depend on each other.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -86,9 +86,10 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
     PemFiles::KEY,
 ];
 
-/// More connections than any server allows one program.
+/// The maximum of `pool` and `row_locks`. It exceeds the connection limit of any real server.
 const CONNECTIONS_MAX: u32 = 10_000;
-/// The longest name with this prefix is that of a trigger, and a name has at most 64 bytes.
+/// The longest name with this prefix is that of PostgreSQL's trigger `PREFIX_truncated`. PostgreSQL
+/// cuts names after 63 bytes.
 const PREFIX_BYTES_MAX: usize = 50;
 
 /// Whether opening a store creates missing tables.
@@ -120,7 +121,7 @@ pub(crate) struct ServerSettings {
     options: GivenOptions,
 }
 
-/// The values of options that depend on each other.
+/// The values of the options that depend on each other, as they were set.
 #[derive(Debug, Clone, Default)]
 struct GivenOptions {
     is_spring: bool,
@@ -145,7 +146,7 @@ enum SpringVersion {
 }
 
 impl ServerSettings {
-    // Longer than the engine's own time-out.
+    // This is longer than the engine's default operation time-out.
     pub(crate) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
     pub(crate) const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
     pub(crate) const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
@@ -216,7 +217,8 @@ impl ServerSettings {
         Ok(())
     }
 
-    /// Sets the limits that follow from the options, if at least one of these options is set.
+    /// Computes `busy_timeout`, `response_timeout` and `purge_after` from the options. Keeps the
+    /// current limits if none of the three options is set.
     fn derive_limits(&mut self) {
         let GivenOptions { timeout, busy_timeout, purge_after, .. } = self.options;
         if (timeout, busy_timeout, purge_after) == (None, None, None) {
@@ -228,7 +230,7 @@ impl ServerSettings {
             (None, Some(timeout)) => Self::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN),
             (None, None) => Self::BUSY_TIMEOUT,
         };
-        // The client must wait longer than the server's statement takes.
+        // The client must wait longer than a statement can take on the server.
         let longest = self.busy_timeout.max(timeout.unwrap_or_default());
         self.response_timeout = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
         // A row must be kept until every statement that could have read it has timed out.
@@ -236,7 +238,8 @@ impl ServerSettings {
         self.purge_after = purge_after.unwrap_or(default);
     }
 
-    /// Checks the settings together. Settings made by methods were not checked before.
+    /// Checks the settings together. Also checks each value, because the methods `with_*` do not
+    /// check their values.
     pub(crate) fn validate(&self, config: &dyn BackendConfig) -> Result<(), OptionError> {
         self.options.validate()?;
         if !is_valid_table_prefix(&self.table_prefix) {
@@ -287,8 +290,9 @@ impl ServerSettings {
         self.options.mode()
     }
 
-    /// Returns the poll interval for Spring's table. The peers send no release notifications. The
-    /// interval is the default of Spring's `idleBetweenTries`.
+    /// Returns the default poll interval for Spring's table, or `None` for the native tables.
+    /// Spring peers send no release notifications, so the interval is shorter than the engine's. It
+    /// is the default of Spring's `idleBetweenTries`.
     pub(crate) fn poll(&self) -> Option<Duration> {
         self.options.is_spring.then_some(Duration::from_millis(100))
     }
@@ -400,8 +404,8 @@ impl GivenOptions {
     }
 }
 
-/// Implements the methods that the configurations of all database servers share. Each has a field
-/// `server`, the `$options` of the client, and a field `settings`.
+/// Implements the methods that the configurations of all database servers share. Each configuration
+/// has the fields `server` (the connection `$options` of sqlx) and `settings` (`ServerSettings`).
 macro_rules! server_config {
     ($config:ident, $options:ident) => {
         impl $config {
@@ -426,9 +430,9 @@ macro_rules! server_config {
 
             /// Sets how connections are encrypted. Default: [`Encryption::Preferred`].
             ///
-            /// The default authentication of MySQL 8 sends the password itself at first. So it
-            /// needs an encrypted connection, or a server that has authenticated the user since its
-            /// start.
+            /// The default authentication of MySQL 8 sends the password itself, unless the server
+            /// has already authenticated the user since its start. To send the password, the
+            /// connection must be encrypted.
             ///
             /// [`Encryption::Preferred`]: crate::Encryption::Preferred
             #[must_use]
@@ -493,8 +497,8 @@ macro_rules! server_config {
             ///
             /// When all connections are busy, renewals may open one additional connection, and
             /// releases another. PostgreSQL's listener also has a connection. A connection that
-            /// does not answer is replaced before it is closed. So twice as many connections, plus
-            /// two, may be open for a short time.
+            /// does not answer is replaced before it is closed. So the pool may have up to
+            /// `2 * (connections + 2)` open connections for a short time.
             #[must_use]
             pub fn with_connections(mut self, connections: u32) -> Self {
                 self.settings.connections = connections;
@@ -502,7 +506,8 @@ macro_rules! server_config {
             }
 
             /// Sets the maximum number of locks that are held at once in the mode
-            /// [`Row`](crate::SqlMode::Row). Each of them takes one more connection. Default: 16.
+            /// [`Row`](crate::SqlMode::Row). Each held lock takes one additional connection.
+            /// Default: 16.
             #[must_use]
             pub fn with_row_locks(mut self, row_locks: u32) -> Self {
                 self.settings.row_locks = row_locks;
@@ -527,8 +532,8 @@ macro_rules! server_config {
             /// Sets how long a statement waits for a row that another transaction has locked.
             /// Default: 1 s. MariaDB and MySQL round up to whole seconds.
             ///
-            /// After this time the statement fails with a transient error. A transaction with a
-            /// [fence](crate::Fence) is an example of such a transaction.
+            /// After this time, the statement fails with a transient error. For example, a
+            /// transaction with a [fence](crate::Fence) locks such a row.
             #[must_use]
             pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
                 self.settings.busy_timeout = busy_timeout;
@@ -567,7 +572,7 @@ pub(crate) use server_config;
 /// The server of a URL.
 pub(crate) struct ServerUrl {
     pub(crate) address: ServerAddress,
-    /// The port. A socket has a port too.
+    /// The port. It is also part of the name of PostgreSQL's socket.
     #[cfg_attr(
         not(feature = "postgres"),
         expect(dead_code, reason = "only PostgreSQL's sockets have a port")
@@ -622,7 +627,7 @@ impl ServerUrl {
     }
 }
 
-/// Returns an error if the URL has no database. A registry has no default database.
+/// Returns an error if the URL has no database, because there is no default database.
 pub(crate) fn require_database(url: &UrlParts<'_>) -> Result<(), BackendError> {
     if matches!(url.path, "" | "/") { Err(no_database(url)) } else { Ok(()) }
 }
@@ -631,7 +636,7 @@ fn no_database(url: &UrlParts<'_>) -> BackendError {
     url.invalid(&format!("contains no database; {}", syntax(url)))
 }
 
-/// Returns the expected form, for errors.
+/// Returns the expected form of the URL, for errors.
 fn syntax(url: &UrlParts<'_>) -> String {
     format!("write `{}://USER:PASSWORD@HOST:PORT/DATABASE`", url.scheme)
 }

@@ -3,8 +3,8 @@
 //!
 //! If the state is free, a caller runs its command itself, which saves a message to the actor's
 //! task and one back. The task runs everything else: commands of concurrent callers, scheduled
-//! work, and commands that a caller has not finished. An unfinished command is stored where the
-//! task can reach it, so a dropped or unpolled caller blocks no other caller.
+//! work, and commands that a caller has not finished. The actor stores an unfinished command, so
+//! that the task can finish it. So a dropped or unpolled caller blocks no other caller.
 //!
 //! Each poll of a command enters the actor's runtime, even if a caller in another runtime polls it.
 //! So timers and connections of commands belong to the actor's runtime, and last as long as its
@@ -136,6 +136,7 @@ impl<S: ActorState> ConnectionActor<S> {
                 let (state, output) = future.await;
                 Some((state, Some(output)))
             }
+            // The task took the state before and did not return it.
             StateSlot::InTask => None,
             StateSlot::Closed => {
                 self.close();
@@ -148,7 +149,7 @@ impl<S: ActorState> ConnectionActor<S> {
         mem::replace(&mut self.lock().state, StateSlot::InTask)
     }
 
-    /// For the task: returns the state.
+    /// For the task: stores the state, so that callers can use it.
     pub(super) fn return_state(&self, state: Box<S>) {
         let mut inner = self.lock();
         let was_used = mem::take(&mut inner.was_used);
@@ -188,7 +189,7 @@ impl<S: ActorState> ConnectionActor<S> {
         }
     }
 
-    /// Drops the state, and any command that runs on it.
+    /// Drops the state, and the command of a caller that runs on it. Later commands fail.
     pub(super) fn close(&self) {
         let last_state = mem::replace(&mut self.lock().state, StateSlot::Closed);
         if let StateSlot::InCaller { future, caller: Some(caller), .. } = last_state {
@@ -365,7 +366,7 @@ mod tests {
         assert_eq!(actor.take_over().await.unwrap().1, Some(1));
     }
 
-    /// No other command and no other scheduled work wakes the task.
+    // The scheduled work is due only after an hour, and no other command wakes the task.
     #[tokio::test(start_paused = true)]
     async fn an_unpolled_command_wakes_the_task() {
         let gate = Arc::new(Semaphore::new(0));
@@ -382,7 +383,7 @@ mod tests {
         assert_eq!(actor.take_over().await.unwrap().1, Some(1));
     }
 
-    /// A command may drop another command: the mutex is locked then.
+    // The mutex is locked while a command drops another command.
     #[tokio::test]
     async fn dropping_a_command_does_not_block() {
         let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(1)));

@@ -4,10 +4,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::Finding;
 
-/// The clock difference between server and host above which `doctor` reports it.
+/// `doctor` reports a larger difference between the clocks of server and host.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
 
-/// Returns this host's time in microseconds, only for the comparison with the server's.
+/// Returns this host's time in microseconds. Only for the comparison with the server's clock.
 pub(crate) fn host_micros() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_micros()).unwrap_or(i64::MAX)

@@ -19,7 +19,7 @@ pub(crate) mod statement;
 mod client;
 mod pool;
 mod encryption;
-// What this process knows of recently used rows.
+// Row ids, and sets of recently used rows.
 mod row_id;
 mod recent_rows;
 // Locks that last as long as a connection: one connection for all locks, or one connection for each
@@ -63,7 +63,7 @@ pub(crate) use row_id::RowId;
 pub(crate) use rows::{HolderStatements, LeaseTable, RowStatements};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use sessions::RowLocksExhausted;
-pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
+pub(crate) use sessions::{RowLockConnections, RowLockPermit, RowLockSessions};
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};

@@ -1,7 +1,8 @@
-//! Row locks: each lock has its own session and connection, because only the end of a transaction
-//! releases a row. So the number of locks is limited. Used by backends in mode `Row`.
+//! The sessions of row locks. Each lock has its own session and connection, because only the end of
+//! a transaction releases a row. So the number of locks is limited. Used by backends in mode `Row`.
 //!
-//! A waiting caller has no connection: each attempt takes a connection and returns it.
+//! A waiting caller has no connection: each attempt takes a connection from a pool, and returns it
+//! unless the lock is granted.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,15 +18,15 @@ use tokio::time::Instant;
 
 use super::session::{SessionProtocol, SqlSession};
 
-/// The sessions of one backend, one for each lock.
-pub(crate) struct SqlSessions<P: SessionProtocol> {
+/// The sessions of a backend in mode `Row`, one for each lock.
+pub(crate) struct RowLockSessions<P: SessionProtocol> {
     protocol: Arc<P>,
     subscribers: Arc<InvalidationSet>,
-    /// By lock name. Each user of a session has a clone of its `Arc`.
+    /// The sessions by lock name. Each [`SessionRef`] has a clone of its session's `Arc`.
     sessions: Mutex<HashMap<Vec<u8>, Arc<SqlSession<P>>>>,
 }
 
-impl<P: SessionProtocol> SqlSessions<P> {
+impl<P: SessionProtocol> RowLockSessions<P> {
     /// Creates the sessions without connecting.
     pub(crate) fn new(protocol: P) -> Self {
         Self {
@@ -79,17 +80,17 @@ impl<P: SessionProtocol> SqlSessions<P> {
     }
 }
 
-impl<P: SessionProtocol> fmt::Debug for SqlSessions<P> {
+impl<P: SessionProtocol> fmt::Debug for RowLockSessions<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SqlSessions")
+        f.debug_struct("RowLockSessions")
             .field("sessions", &self.sessions().len())
             .finish_non_exhaustive()
     }
 }
 
-/// A session in use. The drop of the last reference removes a session that holds no lock.
+/// A session in use. Dropping the last reference removes the session, unless it holds a lock.
 struct SessionRef<'a, P: SessionProtocol> {
-    parent: &'a SqlSessions<P>,
+    parent: &'a RowLockSessions<P>,
     /// `None` only during the drop.
     session: Option<Arc<SqlSession<P>>>,
     name: Vec<u8>,
@@ -116,7 +117,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
         } else {
             None
         };
-        // Sessions of locks that have ended without a release.
+        // A lock that ended without a release leaves an unused session.
         let expired: Vec<_> = if sessions.len() > UNUSED_SESSIONS_MAX {
             sessions.extract_if(|_, session| is_unused(session)).collect()
         } else {
@@ -127,7 +128,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     }
 }
 
-/// A pool of connections, one for each row lock.
+/// A pool of connections for row locks. Each held lock uses one connection.
 pub(crate) struct RowLockConnections<C> {
     max: u32,
     permits: Arc<Semaphore>,
