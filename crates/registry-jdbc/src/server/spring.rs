@@ -1,5 +1,5 @@
-//! The representation of a lock in Spring Integration's `JdbcLockRegistry`: table, region, key and
-//! owner. Contains no SQL. Used by the Spring backends.
+//! How Spring Integration's `JdbcLockRegistry` stores a lock: table, region, key and owner. This
+//! module contains no SQL.
 
 use std::time::Duration;
 
@@ -9,16 +9,16 @@ use registry_core::{ClaimId, Key};
 /// The table of a Spring Integration `JdbcLockRegistry` (`DefaultLockRepository`) with which locks
 /// are shared.
 ///
-/// A Spring peer and this program exclude each other if they agree on the table, the region and the
-/// generation. For Spring 6 and before they must also agree on the time to live. Both sides should
-/// know:
+/// A Spring peer and this program exclude each other if they use the same table, region and version
+/// of the table ([`v6`](Self::v6) or [`v7`](Self::v7)). With `v6`, they must also use the same time
+/// to live. Note:
 ///
 /// - Spring checks the end of a lock by its own host's clock, and this program by the server's
 ///   clock. A Spring host whose clock is ahead acquires locks too early. Keep the clocks
 ///   synchronised, and use leases much longer than the clock difference.
 /// - The table contains a UUID instead of the key. A key with the form of a UUID is stored in lower
-///   case. Any other key is converted by Java's `UUID.nameUUIDFromBytes`. So a key and its UUID are
-///   the same lock. Two UUIDs that differ only in case are also the same lock.
+///   case. Any other key is converted as by Java's `UUID.nameUUIDFromBytes`. So a key and its UUID
+///   are the same lock. Two UUIDs that differ only in case are also the same lock.
 /// - Rows are deleted at release. Fencing tokens, labels and keys are in the native tables of this
 ///   program. A lock that Spring holds has no token and no label, and is listed by its UUID. The
 ///   UUID is also a valid key of the lock.
@@ -91,7 +91,7 @@ impl SpringTable {
         }
     }
 
-    /// Checks the table. The error is the text for the first invalid setting.
+    /// Checks these settings without I/O. The error is the text for the first invalid setting.
     pub(crate) fn check(&self) -> Result<(), String> {
         let is_word = |text: &str, may_be_empty: bool| {
             (may_be_empty || !text.is_empty())
@@ -130,9 +130,9 @@ impl SpringTable {
     }
 }
 
-/// Returns the `LOCK_KEY` column. A key in the usual form of a UUID stays a UUID. Any other key is
-/// converted by Java's `UUID.nameUUIDFromBytes`: its MD5 hash with the bits of version 3. RFC 4122
-/// differs: it also hashes a namespace.
+/// Returns the value of the column `LOCK_KEY`. A key in the usual form of a UUID stays a UUID. Any
+/// other key is converted as by Java's `UUID.nameUUIDFromBytes`: its MD5 hash with the bits of
+/// version 3. RFC 4122 differs: it also hashes a namespace.
 pub(crate) fn lock_key(key: &Key) -> String {
     if is_uuid(key.as_str()) {
         return key.as_str().to_ascii_lowercase();
@@ -143,11 +143,12 @@ pub(crate) fn lock_key(key: &Key) -> String {
     uuid(&hash)
 }
 
-/// Returns the `CLIENT_ID` column. Each claim is its own owner.
+/// Returns the value of the column `CLIENT_ID`. Each claim is its own owner.
 pub(crate) fn client_id(id: ClaimId) -> String {
     uuid(&id.to_bytes())
 }
 
+/// Returns the usual form of a UUID.
 pub(crate) fn uuid(bytes: &[u8; 16]) -> String {
     let digits = u128::from_be_bytes(*bytes);
     let digits = format!("{digits:032x}");
@@ -168,7 +169,7 @@ fn is_uuid(text: &str) -> bool {
         })
 }
 
-/// The length of Spring's column.
+/// The length of Spring's column `REGION`.
 const REGION_BYTES_MAX: usize = 100;
 const WORD_BYTES_MAX: usize = 50;
 /// The default pause between two attempts of `JdbcLockRegistry`.
@@ -180,7 +181,8 @@ const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 pub(crate) const CLOCK_WARNING: &str = "locks are shared with Spring, whose programs check the end of a lock by their own hosts' clocks; keep these clocks synchronised";
 
 impl SpringTable {
-    /// Checks that the table is of this generation. The error is a text.
+    /// Checks that the table on the server is of this generation. The error is the text for a
+    /// [`BackendError`](registry_core::BackendError).
     pub(crate) fn check_generation(&self, table: &str, has_end_column: bool) -> Result<(), String> {
         match (self.generation, has_end_column) {
             (Generation::V7, false) => Err(format!(
@@ -204,8 +206,8 @@ mod tests {
 
     #[test]
     fn lock_keys_equal_those_of_java() {
-        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. The expected UUID of an empty key is
-        // checked separately, because empty keys are invalid.
+        // `UUIDConverter.getUUID(key).toString()` with JDK 17. The UUID of an empty key is checked
+        // separately, because empty keys are invalid.
         for (key, uuid) in [
             ("foo", "acbd18db-4cc2-385c-adef-654fccc4a4d8"),
             ("bar", "37b51d19-4a75-33e4-9b56-f6524f2d51f2"),

@@ -1,7 +1,7 @@
 //! Leases in the table of a Spring Integration `JdbcLockRegistry`.
 //!
-//! Each key also has a row in the native table, for tokens, label and the key itself, which
-//! Spring's table does not store. `spring` converts keys and owners.
+//! Spring's table stores no tokens, no label and no key. So each key that this program locks also
+//! has a row in the native table. The module `spring` converts keys and owners.
 
 use std::fmt;
 
@@ -37,13 +37,14 @@ pub(crate) struct SpringLeaseTable<D: SpringDialect> {
     table: SpringTable,
     pub(crate) statements: D::SpringStatements,
     pub(crate) wakeups: D::Wakeups,
-    /// Identifies the table and region in the ids of native rows.
+    /// A text that is unique for the table and region. See [`SpringDialect::region_scope`].
     region_scope: String,
 }
 
 /// A grant as stored in the tables.
 #[derive(Debug)]
 struct SpringGrant {
+    /// The value of the column `CLIENT_ID`.
     client: Option<String>,
     holder: Holder,
 }
@@ -51,9 +52,9 @@ struct SpringGrant {
 impl<D: SpringDialect> SpringLeaseTable<D> {
     pub(super) async fn open(config: D::Config, table: SpringTable) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
-        let lock = find_or_create_table(&store, &table).await?;
-        let statements = D::spring_statements(&store, &lock, &table);
-        let region_scope = D::region_scope(&lock, &table);
+        let quoted_name = find_or_create_table(&store, &table).await?;
+        let statements = D::spring_statements(&store, &quoted_name, &table);
+        let region_scope = D::region_scope(&quoted_name, &table);
         let wakeups = D::spring_wakeups(&store, &region_scope);
         Ok(Self { store, table, statements, wakeups, region_scope })
     }
@@ -108,14 +109,14 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
                 Value::label(claim),
             ],
         );
-        // Only the engine retries, as in the native layout.
+        // Only the engine retries, for the same reason as in `LeaseTable::acquire`.
         let resend = if D::ATTEMPT_IS_TRANSACTION { Resend::Transaction } else { Resend::Never };
         let answer = self.store.client.send(ConnectionUse::Acquire, resend, &statement).await?;
         Ok(answer.rows)
     }
 
-    /// Reads client, claim, token, label and times. The columns of the native row belong to the
-    /// holder only if that row has the same claim.
+    /// Reads the columns client, claim, token, label and times. The columns of the native row
+    /// describe the holder only if that row contains the holder's claim.
     fn decode(&self, holder: Holder, row: &D::Row) -> Result<SpringGrant, BackendError> {
         let client = text::<D>(row, 0)?;
         let holder = if is_client_id_of(client.as_deref(), bytes::<D>(row, 1)?.as_deref()) {
@@ -189,7 +190,7 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
             let key = bytes::<D>(row, 7)?.and_then(|key| String::from_utf8(key).ok());
             let key = match key {
                 Some(key) => key,
-                // Manually written rows may have shorter keys, which `CHAR(36)` pads with blanks.
+                // `CHAR(36)` pads the shorter keys of manually written rows with blanks.
                 None => text::<D>(row, 6)?.unwrap_or_default().trim_end().to_owned(),
             };
             Ok(self.decode(Holder::new(decode_key::<D>(Some(&key))?), row)?.holder)
@@ -218,8 +219,8 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
     }
 }
 
-/// Returns the outcome of a statement that deletes a row. Rows of its answer show whether the lock
-/// was held.
+/// Returns the outcome of a statement that deletes the row of a lock. If the statement returns
+/// rows, their first column shows whether the lock was held.
 pub(crate) fn release_outcome<D: SpringDialect>(
     answer: &super::Answer<D::Row>,
 ) -> Result<Release, BackendError> {
@@ -254,10 +255,10 @@ async fn find_or_create_table<D: SpringDialect>(
         }
     }
     let missing = || corrupt::<D>("a created table does not exist");
-    let (lock, has_end_column) = found.ok_or_else(missing)?;
+    let (quoted_name, has_end_column) = found.ok_or_else(missing)?;
     let checked = table.check_generation(&name, has_end_column);
     checked.map_err(|message| D::misconfigured(&message))?;
-    Ok(lock)
+    Ok(quoted_name)
 }
 
 impl<D: SpringDialect> fmt::Debug for SpringLeaseTable<D> {
