@@ -1,12 +1,12 @@
 //! Locks that last as long as a connection. A session has one connection for all of its locks. A
 //! backend has one session, or one session for each lock (see `sessions`). This module contains no
-//! SQL, see [`SessionProtocol`].
+//! SQL: each kind of server implements [`SessionProtocol`].
 //!
 //! The connection actor in `connection_actor` runs one command at a time and completes each command
 //! that it has started. So a dropped caller leaves no partial exchange on the connection. The
-//! server does not expire these locks. The actor's task does so: it releases a lock that is not
-//! renewed in time. While a lock is held, the task regularly checks on the server that the session
-//! still exists. If the session has ended, all locks are lost, and the task notifies their holders
+//! server does not expire these locks. Instead, the actor's task releases a lock that is not
+//! renewed in time. While a lock is held, the task regularly checks that the session still exists
+//! on the server. If the session has ended, all locks are lost, and the task notifies their holders
 //! at once.
 
 use std::collections::HashMap;
@@ -91,7 +91,8 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// Receives a connection that holds no locks. Returns the connection if the session keeps it.
+    /// Receives a connection that holds no locks. Returns the connection, or `None` if the session
+    /// must not keep it, for example because a pool has taken it.
     fn recycle(&self, connection: Self::Connection) -> Option<Self::Connection> {
         Some(connection)
     }
@@ -108,7 +109,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         self.rows().wakeups.wait(self.rows().row_id(key), position)
     }
 
-    /// Closes the idle connections that [`recycle`](Self::recycle) did not return.
+    /// Closes the idle connections that [`recycle`](Self::recycle) has taken.
     fn close_idle(&self) {}
 
     /// Returns the time limit for an answer.
@@ -146,7 +147,7 @@ impl SessionFailure {
     }
 }
 
-/// The locks of one connection.
+/// The locks of one connection. The connection actor is created by the first command.
 pub(crate) struct SqlSession<P: SessionProtocol> {
     protocol: Arc<P>,
     subscribers: Arc<InvalidationSet>,
@@ -193,8 +194,8 @@ impl<P: SessionProtocol> SqlSession<P> {
         }
     }
 
-    /// Sleeps by the timer of the session's runtime. The caller's runtime may end while another
-    /// runtime polls the caller's future.
+    /// Returns a sleep that uses the timer of the session's runtime. The caller's runtime may end
+    /// while another runtime polls the caller's future.
     fn pause(&self, pause: Duration) -> Sleep {
         let runtime = self.runtime();
         let _runtime = runtime.enter();
@@ -318,7 +319,7 @@ impl<P: SessionProtocol> SqlSession<P> {
     }
 }
 
-/// How a command is executed.
+/// Where a command is executed.
 enum Dispatch<P: SessionProtocol> {
     /// The caller runs it.
     Inline(InlineCommand<SessionState<P>>),
@@ -327,7 +328,7 @@ enum Dispatch<P: SessionProtocol> {
 }
 
 /// The queues of a session's connection. Renewals and releases have priority: each acquisition
-/// before a renewal delays it by a round trip, and a late renewal loses the lock.
+/// before a renewal delays the renewal by a round trip, and a late renewal loses the lock.
 #[derive(Clone)]
 struct CommandSenders {
     urgent: mpsc::Sender<SessionCommand>,
@@ -416,6 +417,7 @@ enum SessionCommand {
 }
 
 impl SessionCommand {
+    /// Returns false for an acquisition whose caller was dropped. Other commands always run.
     fn is_awaited(&self) -> bool {
         !matches!(self, Self::Acquire { reply, .. } if reply.is_closed())
     }
@@ -568,8 +570,8 @@ impl<P: SessionProtocol> SessionState<P> {
         response
     }
 
-    /// Must run before the response is sent: a caller that finds `has_locks` false may drop the
-    /// session.
+    /// Recycles the connection if no lock is held, and updates `has_locks`. Must run before the
+    /// response is sent: a caller that reads `has_locks` as false may drop the session.
     fn after_command(&mut self) {
         if self.held.is_empty() {
             self.connection =
@@ -683,8 +685,8 @@ impl<P: SessionProtocol> SessionState<P> {
         if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
             return Release::NotHeld;
         }
-        // If the session has ended, it is unknown how long the lock was held, and a retry is
-        // useless. So the result is `NotHeld`.
+        // If `unlock` fails, the session ends. It is then unknown how long the lock was held, and a
+        // retry is useless. So the result is `NotHeld`.
         if self.unlock(&name).await { Release::Freed } else { Release::NotHeld }
     }
 
@@ -728,7 +730,7 @@ impl<P: SessionProtocol> SessionState<P> {
         self.held.remove(name);
         let released = matches!(released, Ok(Ok(())));
         if !released {
-            // If a release failed, only the end of the session frees the lock.
+            // After a failed release, only the end of the session frees the lock.
             self.end_session();
         }
         released
@@ -813,15 +815,15 @@ impl HeldLock {
     }
 }
 
-/// The maximum number of queued commands. Further callers wait for capacity.
+/// The maximum number of commands in each queue. Further callers wait for capacity.
 const QUEUE_MAX: usize = 1024;
 
 /// An acquisition that was queued for longer than `response_timeout` divided by this number is
 /// refused.
 const QUEUE_TIME_DIVISOR: u32 = 3;
 
-/// The pauses between attempts while another transaction has the row locked. A purge ends sooner; a
-/// transaction with a fence may take any time.
+/// The pauses between attempts while another transaction has the row locked. A purge locks the row
+/// for less than their sum. A transaction with a fence may lock the row for any time.
 const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(10),
     Duration::from_millis(30),
@@ -829,8 +831,8 @@ const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(100),
 ];
 
-/// The time after [`HeldLock::since`] before which no purge deletes the row. It is shorter than
-/// [`PURGE_AFTER_MIN`], because a purge counts from the grant, which precedes the response.
+/// No purge deletes the row until this time after [`HeldLock::since`] has passed. This is shorter
+/// than [`PURGE_AFTER_MIN`], because a purge counts from the grant, which precedes the response.
 const PURGE_AGE_MIN: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// The interval between checks of the session while a lock is held.

@@ -1,5 +1,5 @@
-//! Token reservations: they let a session be granted the same key repeatedly without a write each
-//! time. This module contains no connection and no SQL. Used by `session`.
+//! Token reservations. With a reservation, a session can be granted the same key again without a
+//! write. This module uses no connection and no SQL. Used by `session`.
 //!
 //! A grant normally updates the key's row, so that the next token is larger. If the row still
 //! contains this session's last claim, no other client was granted the key since. Then reading the
@@ -10,9 +10,9 @@
 //! crash may lose a row with its reservation. This is safe: new tokens come from the clock and
 //! exceed every issued token, unless the clock was set back.
 //!
-//! After a reservation, another client's first token may be ahead of the clock. To limit the
-//! difference, a session reserves only a fraction of the duration of its uninterrupted series of
-//! grants.
+//! After a reservation, another client's first token may be ahead of the clock. To limit this
+//! difference, a reservation covers only a fraction of the time since the session's uninterrupted
+//! series of grants began.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,7 +29,7 @@ pub(crate) struct RowState {
     pub(crate) tokens: Range<i64>,
 }
 
-/// The ways in which a grant may obtain its token.
+/// What a session knows about a key before an attempt: how the grant may obtain its token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TokenPlan {
     /// The expected content of the row, if this session was granted the key recently.
@@ -44,20 +44,21 @@ pub(crate) struct TokenPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SessionGrant {
     pub(crate) token: FencingToken,
-    /// The row after this grant. `tokens` are the reserved tokens that this grant leaves unused.
+    /// The row after this grant. Its `tokens` are the reserved tokens after those of this grant.
     pub(crate) row: RowState,
     /// Whether no other client was granted the key since this session's last grant.
     pub(crate) is_consecutive: bool,
 }
 
 impl TokenPlan {
-    /// Returns the number of tokens to write to the row.
+    /// Returns the size of the token block to write to the row. With `is_consecutive`, the block
+    /// also contains the reservation.
     pub(crate) const fn tokens_to_write(&self, is_consecutive: bool) -> i64 {
         if is_consecutive { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
 
-    /// Returns a grant that needs no write, if `now`, the time on the server, is an unused reserved
-    /// token.
+    /// Returns a grant that needs no write. Returns `None` if `now`, the server's time, is not an
+    /// unused reserved token.
     pub(crate) fn grant_from_reservation(&self, now: i64) -> Option<SessionGrant> {
         let last = self.last_row.as_ref()?;
         let next_unused = now.checked_add(self.block_size)?;
@@ -68,7 +69,8 @@ impl TokenPlan {
         Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
     }
 
-    /// Returns the grant after a write of the row, or `None` if `token` is not a valid token.
+    /// Returns the grant after a write of the row with `token`. Returns `None` if `token` is not a
+    /// valid token.
     pub(crate) fn grant_from_write(
         &self,
         claim: &Claim,
@@ -100,7 +102,7 @@ impl GrantSeries {
     }
 
     /// Returns the length of time for which to reserve tokens. Zero if the next grant will probably
-    /// come after that time.
+    /// be requested after that time.
     fn reservation_time(&self, now: Instant) -> Duration {
         let reserve = (now.saturating_duration_since(self.started_at) / RESERVE_DIVISOR)
             .min(RESERVATION_TIME_MAX);
@@ -141,7 +143,7 @@ impl TokenReservations {
         self.0.remove(name);
     }
 
-    /// Removes all keys, because the session has changed.
+    /// Removes all keys. A new session must write each row again.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
@@ -169,7 +171,8 @@ mod tests {
         Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30)).with_token_block(3)
     }
 
-    /// A series of this duration, whose latest grant is at its end.
+    /// Returns a series of this duration, the claim, and the time of the latest grant, at the end
+    /// of the series.
     fn series_of(duration: Duration) -> (TokenReservations, Claim, Instant) {
         let (mut reservations, claim, started_at) =
             (TokenReservations::default(), claim(), Instant::now());
