@@ -9,11 +9,11 @@
 //! - A pooler may give each transaction another connection. The next connection may lack a prepared
 //!   statement, or have another client's statement of the same name.
 //! - Several statements can be sent in one message.
-//! - A caller's future on a caller's connection may be dropped at any time. sqlx prepares a
-//!   statement before it sends the values. If the future is dropped between these two steps, sqlx
-//!   miscounts the pending responses of a MySQL connection. The next statement, usually the
-//!   rollback, then waits forever (seen with sqlx 0.9.0). For plain text, sqlx always counts the
-//!   response.
+//! - On a caller's connection, a future may be dropped at any time, and the connection is used
+//!   again. sqlx prepares a statement before it sends the values. If the future is dropped between
+//!   these two steps, sqlx miscounts the pending responses of a MySQL connection. The next
+//!   statement, usually the rollback, then waits forever (seen with sqlx 0.9.0). For plain text,
+//!   sqlx always counts the response.
 
 use std::borrow::Borrow;
 use std::fmt::Write as _;
@@ -29,9 +29,9 @@ use super::error;
 /// The text of one statement, with the names of the tables filled in.
 #[derive(Debug, Clone)]
 pub(crate) struct StatementText {
-    /// With numbered parameters.
+    /// The text with numbered parameters.
     text: Arc<str>,
-    /// The texts for prepared statements, one for each size of lists.
+    /// The texts for prepared statements, one for each length of lists.
     pub(crate) prepared: Arc<[Arc<str>]>,
     /// The index of the value of each question mark in `prepared`.
     #[cfg_attr(
@@ -45,9 +45,9 @@ pub(crate) struct StatementText {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part<'a> {
     Text(&'a str),
-    /// The value of this index.
+    /// The value with this index.
     Value(usize),
-    /// The items of the value of this index.
+    /// The items of the value with this index.
     List(usize),
 }
 
@@ -90,13 +90,13 @@ impl StatementText {
     }
 }
 
-/// Returns a text for sqlx, which requires an assertion that the text contains no untrusted value.
+/// Converts a text for sqlx, and asserts that the text contains no untrusted value.
 pub(crate) fn trusted_sql(text: &Arc<str>) -> SqlStr {
     AssertSqlSafe(Arc::clone(text)).into_sql_str()
 }
 
-/// Splits a text at its parameters. A `$` in a quoted name or string is no parameter. Quotes inside
-/// quotes are doubled.
+/// Splits a text at its parameters. A `$` in a quoted name or string begins no parameter. A doubled
+/// quote inside quotes ends one quoted part and begins the next, so it needs no special case.
 fn parts(text: &str) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
     let (mut rest, mut at, mut quote) = (text, 0, None);
@@ -131,7 +131,7 @@ pub(crate) enum Value {
     Bytes(Vec<u8>),
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
-    /// A text. Plain statements contain only letters, digits, underscores and hyphens.
+    /// A text. In a plain statement, it must consist of letters, digits, underscores and hyphens.
     Word(String),
     ManyBytes(Vec<Vec<u8>>),
     ManyWords(Vec<String>),
@@ -152,7 +152,6 @@ impl Value {
         Self::bytes(&claim.id().to_bytes())
     }
 
-    /// Returns [`LockRecord::entry_prefix`].
     pub(crate) fn entry_prefix(claim: &Claim) -> Self {
         Self::bytes(LockRecord::entry_prefix(claim).as_bytes())
     }
@@ -205,8 +204,8 @@ fn write_bytes<D: Dialect>(text: &mut String, bytes: &[u8]) {
 }
 
 fn write_number(text: &mut String, number: i64) {
-    // The parentheses are necessary: a type cast binds tighter than a sign, and so may an operator
-    // before the number.
+    // The parentheses are necessary: a type cast, and possibly an operator before the number, has a
+    // higher precedence than the sign.
     let _ = write!(text, "({number})");
 }
 
@@ -229,15 +228,15 @@ fn write_array<T>(text: &mut String, items: &[T], write: impl Fn(&mut String, &T
 /// How statements are sent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum QueryMode {
-    /// Statements are prepared. `after_connect` has set how long they wait for their tables.
+    /// Statements are prepared. The settings of `after_connect` limit the wait for table locks.
     Prepared,
     /// Statements are plain text. One text may contain several statements.
     Plain,
     /// Statements are plain text that passes through a pooler.
     #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "for poolers of PostgreSQL"))]
     PlainPooled {
-        /// How long a statement waits for its tables. Without a limit, a statement could wait for a
-        /// table rebuild, and grant a lock that its caller has given up.
+        /// How long a statement waits for table locks. Without a limit, a statement could wait for
+        /// a table rebuild, and then grant a lock whose caller has timed out.
         lock_timeout: Duration,
     },
 }
@@ -246,7 +245,7 @@ pub(crate) enum QueryMode {
 pub(crate) struct Statement<'a> {
     pub(crate) text: &'a StatementText,
     pub(crate) values: Vec<Value>,
-    /// Whether the answer has at most one row. Some clients then need less work to read it.
+    /// Whether the answer has at most one row, which the client can then read with less work.
     #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "MySQL has no such request"))]
     pub(crate) has_at_most_one_row: bool,
 }
@@ -261,7 +260,7 @@ impl<'a> Statement<'a> {
         Self { has_at_most_one_row: true, ..self }
     }
 
-    /// Returns the statement as text that contains its values.
+    /// Returns the statement as plain text that contains the values.
     pub(crate) fn inlined<D: Dialect>(&self) -> String {
         let mut inlined = String::with_capacity(self.text.as_str().len() * 2);
         for part in parts(self.text.as_str()) {
@@ -334,7 +333,7 @@ pub(crate) fn flag<D: Dialect>(row: &D::Row, index: usize) -> Result<bool, Backe
     D::flag(row, index).map_err(D::explain)
 }
 
-/// Returns the row of a statement that always returns one.
+/// Returns the first row of a statement that always returns a row.
 pub(crate) fn one_row<D: Dialect>(rows: &[D::Row]) -> Result<&D::Row, BackendError> {
     rows.first().ok_or_else(|| corrupt::<D>("a statement returned no row"))
 }
@@ -361,8 +360,8 @@ pub(crate) fn corrupt<D: Dialect>(message: &str) -> BackendError {
     error::corrupt(D::STORE, message)
 }
 
-/// Converts to microseconds, the unit of the tables. Limits the result, so that a sum with the
-/// clock cannot overflow.
+/// Converts a duration to microseconds, the unit of the tables. Limits the result to
+/// [`MICROS_MAX`], so that a sum with the clock cannot overflow.
 pub(crate) fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
 }

@@ -1,4 +1,5 @@
-//! An opened store: its connections and tables, with the requests that both layouts share.
+//! An opened store: its connections and tables. Contains the requests that the native layout and
+//! Spring's layout share.
 
 use std::sync::Arc;
 
@@ -52,8 +53,9 @@ impl<D: Dialect> Store<D> {
         self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
     }
 
-    /// Sends a statement that ends a grant. Does not repeat it after an error: the second answer
-    /// would be that the claim held nothing. The caller decides about a retry.
+    /// Sends a statement that ends a grant. Does not repeat the statement after an error: if the
+    /// first one was executed, the second would report that the claim held nothing. The engine
+    /// decides about a retry.
     pub(crate) async fn release(
         &self,
         statement: &Statement<'_>,
@@ -61,8 +63,8 @@ impl<D: Dialect> Store<D> {
         self.client.send(ConnectionUse::Release, Resend::Never, statement).await
     }
 
-    /// Checks the meta row after several attempts that returned neither a grant nor a holder.
-    /// Without the meta row, or on a replica, no attempt is ever granted.
+    /// Checks the meta row. Without this row, or on a replica, no attempt is ever granted. Called
+    /// after several attempts that returned neither a grant nor a holder.
     pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();
@@ -74,7 +76,8 @@ impl<D: Dialect> Store<D> {
         Ok(())
     }
 
-    /// Reads the meta row in the caller's transaction.
+    /// Returns whether the caller's transaction is in this store's database. Reads the meta row in
+    /// the transaction.
     pub(crate) async fn transaction_store(
         &self,
         connection: &mut D::Connection,
@@ -82,14 +85,14 @@ impl<D: Dialect> Store<D> {
         let meta = &self.statements.as_ref().as_ref().meta;
         let rows = D::fetch(connection, Statement::new(meta, []).inlined::<D>()).await?;
         let Some(row) = rows.first() else { return Ok(TransactionStore::Other) };
-        // Another program may have a table of this name.
+        // The table may have another id, or may belong to another program.
         if D::bytes(row, 1).ok().flatten().as_ref() != Some(&self.id) {
             return Ok(TransactionStore::Other);
         }
         Ok(TransactionStore::Same { has_old_snapshot: D::flag(row, 3)? })
     }
 
-    /// Purges a batch of rows after some of the releases.
+    /// Purges a batch of rows after one release in 256.
     pub(crate) async fn maybe_purge(&self, claim: &Claim) {
         purge::maybe_purge(claim, |start| D::purge_batch(self, start)).await;
     }
