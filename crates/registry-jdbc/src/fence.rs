@@ -92,9 +92,8 @@ pub trait Fence<DB: Database> {
     /// when its connection is used again or returns to its pool.
     ///
     /// A session lock or a row lock ends with its connection. But the next grant must also change
-    /// the lock's row, so it waits until this transaction ends. Therefore, even if the server ends
-    /// the holder's connection and the holder does not notice, the transaction commits before the
-    /// next grant or not at all.
+    /// the lock's row, so it waits until this transaction ends. So the transaction commits before
+    /// the next grant or not at all, even if the holder does not notice the end of its connection.
     ///
     /// # Errors
     /// [`FenceError::Lost`] if this guard no longer holds the lock. All other errors mean that the

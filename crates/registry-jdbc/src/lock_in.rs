@@ -63,7 +63,7 @@ pub trait LockIn<DB: Database>: Sync {
     ///
     /// With `REPEATABLE READ`, the default of MariaDB and MySQL, lock before the transaction reads
     /// anything. If the snapshot is older than the end of the last grant, the call returns
-    /// [`LockInError::Conflict`]: the transaction would read rows that have been overwritten since.
+    /// [`LockInError::Conflict`], because the transaction would read outdated rows.
     ///
     /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
     /// also be session locks: the transaction then acquires the advisory lock as well. While

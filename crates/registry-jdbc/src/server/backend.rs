@@ -173,9 +173,10 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// [`SqlMode::Spring`], this includes Spring's table. `mode` selects what a lock is.
     ///
     /// # Errors
-    /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
-    /// changes connections between transactions, and for a table that an incompatible version of
-    /// Spring Integration has created.
+    /// As for [`open`](Self::open). Also `Misconfigured` for:
+    ///
+    /// - session locks behind a pooler that changes connections between transactions
+    /// - a table that an incompatible version of Spring Integration has created
     ///
     /// # Cancel safety
     /// As for [`open`](Self::open).

@@ -1,5 +1,6 @@
-//! What a database server implements for [`SqlBackend`](super::SqlBackend), and what each layout of
-//! leases implements once for all servers. Contains no SQL.
+//! The traits between [`SqlBackend`](super::SqlBackend) and the kinds of database servers. Each
+//! kind of server implements [`Dialect`] and [`SpringDialect`]. Each of the two table layouts
+//! implements [`LeaseStore`] once for all servers. This module contains no SQL.
 
 use std::fmt;
 use std::future::Future;
@@ -26,7 +27,7 @@ use super::{
 };
 use crate::lock_in::{Deadline, LockInError};
 
-/// A kind of database server that can store locks: the type by which sqlx names it.
+/// A kind of database server that can store locks. sqlx's type of that database implements it.
 pub trait SqlServer: sqlx::Database {
     /// The configuration of a store.
     type Config: BackendConfig + 'static;
@@ -57,8 +58,8 @@ pub(crate) trait ServerErrors {
     /// longer than the time limit.
     fn is_row_lock_error(error: &BackendError) -> bool;
 
-    /// Returns whether the server lacks the named locks by which it identifies the connection that
-    /// holds a row.
+    /// Returns whether a query for holders failed because the server does not have the named locks
+    /// that identify the connection of a row's holder.
     fn lacks_holder_locks(_error: &BackendError) -> bool {
         false
     }
@@ -72,7 +73,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     const BACKEND: &'static str;
     /// The statements that create the tables.
     const SCHEMA: &'static str;
-    /// What precedes the hexadecimal digits of bytes in plain text.
+    /// The text before the hexadecimal digits of a value of bytes in a plain statement.
     const BYTES_PREFIX: &'static str;
     /// The maximum number of claims that one statement renews.
     const RENEWALS_MAX: usize;
@@ -113,12 +114,13 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         mode: QueryMode,
     ) -> BoxFuture<'c, Result<Answer<Self::Row>, sqlx::Error>>;
 
-    /// Sends plain text.
+    /// Sends plain text, without preparing it. Returns the rows.
     fn fetch(
         connection: &mut Self::Connection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<Self::Row>, sqlx::Error>>;
 
+    /// Reads an integer column. Returns `None` for null.
     fn number(row: &Self::Row, index: usize) -> Result<Option<i64>, sqlx::Error>;
 
     fn bytes(row: &Self::Row, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error>;
@@ -127,10 +129,10 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     fn flag(row: &Self::Row, index: usize) -> Result<bool, sqlx::Error>;
 
-    /// Returns whether releases wake waiting callers in this mode.
+    /// Returns whether a release wakes waiting callers in this mode.
     fn has_wakeups(config: &Self::Config, mode: &SqlMode) -> bool;
 
-    /// Returns how releases wake waiting callers in a namespace.
+    /// Creates the wake-ups of waiting callers in a namespace.
     fn wakeups(store: &Store<Self>, namespace: &str) -> Self::Wakeups;
 
     /// Reads the token that a statement has granted.
@@ -151,7 +153,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
-    /// Whether one statement can acquire several keys, and one can release them.
+    /// Whether one statement can acquire several keys, and one statement can release several keys.
     const HAS_BATCHES: bool = false;
 
     /// Grants all claims, if the rows of all keys exist and are free. Returns their tokens in the
@@ -163,7 +165,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         std::future::ready(Ok(Vec::new()))
     }
 
-    /// Ends the grants of the claims that are alone in their rows. Returns which ones it ended.
+    /// Ends the grants of the claims that are alone in their rows. Returns for each claim whether
+    /// its grant was ended.
     fn release_all(
         _rows: &LeaseTable<Self>,
         _claims: &[Claim],
@@ -206,13 +209,14 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         std::future::ready(None)
     }
 
-    /// Checks whether the server has connections for the configured number of row locks.
+    /// Returns a finding if the server permits too few connections for the configured number of
+    /// row locks.
     fn check_connection_limit(
         rows: &LeaseTable<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
-    /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if
-    /// the lock is still held at that time. Then the transaction has locked nothing.
+    /// Locks the key for the caller's transaction, waiting at most until `deadline`. Returns `None`
+    /// if the lock is still held at that time. The call has then locked nothing.
     fn lock_in(
         rows: LockableRows<'_, Self>,
         connection: &mut Self::Connection,
@@ -234,7 +238,8 @@ pub(crate) trait SpringDialect: Dialect {
     /// Returns Spring's table as errors and [`create_table`](Self::create_table) name it.
     fn table_name(config: &Self::Config, table: &SpringTable) -> String;
 
-    /// Finds Spring's table. Returns its quoted name, and whether its rows contain their end.
+    /// Finds Spring's table. Returns its quoted name, and whether its rows contain the end of the
+    /// lock.
     fn find_table(
         store: &Store<Self>,
         table: &SpringTable,
@@ -242,18 +247,19 @@ pub(crate) trait SpringDialect: Dialect {
 
     fn create_table(name: &str, generation: Generation) -> StatementText;
 
+    /// Returns the statements for the table with this quoted name.
     fn spring_statements(
         store: &Store<Self>,
-        lock: &str,
+        quoted_name: &str,
         table: &SpringTable,
     ) -> Self::SpringStatements;
 
     /// As [`wakeups`](Dialect::wakeups), for a region of Spring's table.
     fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> Self::Wakeups;
 
-    /// Returns a text that is unique for the table and region. Ids and the namespace of their
-    /// native rows are derived from it.
-    fn region_scope(lock: &str, table: &SpringTable) -> String;
+    /// Returns a text that is unique for the table and region. The ids and the namespace of the
+    /// region's native rows are derived from this text.
+    fn region_scope(quoted_name: &str, table: &SpringTable) -> String;
 
     /// Returns the namespace of the region's native rows. It differs from every configured
     /// namespace, because its first byte is not valid UTF-8.
@@ -284,14 +290,14 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
     /// newest grant, or `since` if the row contains a record.
     fn busy_mark(&self, position: u64, version: FencingToken) -> u64;
 
-    /// Waits until the lock may have been released after the attempt with this mark.
+    /// Waits until the lock may have been released since the attempt that returned `mark`.
     fn wait(&self, id: RowId, mark: u64) -> impl Future<Output = ()> + Send;
 
-    /// Returns the check whether wake-ups currently arrive, or `None` if this source sends no
+    /// Returns the check whether wake-ups currently arrive. `None` if this source sends no
     /// wake-ups.
     fn wake_check(&self) -> Option<Arc<dyn WakeCheck>>;
 
-    /// Returns the values with which a release notifies waiting callers.
+    /// Returns the statement parameters by which a release notifies waiting callers.
     fn notification(&self, _id: RowId) -> Vec<Value> {
         Vec::new()
     }
@@ -302,7 +308,7 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
     fn close(&self);
 }
 
-/// Leases in the rows of one layout.
+/// Leases in the tables of one layout: native, or Spring's.
 pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     type Database: Dialect;
 
@@ -344,15 +350,15 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn diagnose(&self) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
-    /// Returns the fence statement for the caller's transaction. It finds the row with this claim
-    /// and token, and locks it against a grant to another claim. If the grant does not exist, the
-    /// answer has no row. Otherwise the answer's flag shows whether the transaction's snapshot
-    /// contains the grant.
+    /// Returns the fence statement for the caller's transaction. The statement finds the row with
+    /// this claim and token, and locks the row against a grant to another claim. If the grant does
+    /// not exist, the statement returns no row. Otherwise the first column is a flag: whether the
+    /// transaction's snapshot contains the grant.
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_>;
 }
 
-/// Returns the result of an attempt that has found `grant` in the key's row. If `is_own`, the grant
-/// is that of `claim`.
+/// Returns the result of an attempt that found `grant` in the key's row. `is_own` is true if
+/// `claim` holds this grant.
 pub(super) fn attempt_from_existing_grant<D: Dialect>(
     claim: &Claim,
     is_own: bool,
@@ -379,7 +385,7 @@ pub(super) async fn try_acquire<S: LeaseStore>(
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
     // Another client may acquire or release the key between two statements. After several such
-    // attempts the answer is `Busy` without a holder, which makes the engine retry at once.
+    // attempts the result is `Busy` with a pause of zero, which makes the engine retry at once.
     const TRIES_MAX: u32 = 3;
     for attempt_number in 0..TRIES_MAX {
         match store.attempt(claim, store.wakeups().position()).await {
@@ -394,7 +400,8 @@ pub(super) async fn try_acquire<S: LeaseStore>(
     Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
 }
 
-/// Renews leases with few statements. Returns the results in the order of the claims.
+/// Renews leases, as many as possible with each statement. Returns the results in the order of the
+/// claims.
 pub(super) async fn renew<S: LeaseStore>(
     store: &S,
     claims: &[Claim],

@@ -37,9 +37,9 @@ pub(crate) struct EncryptionSettings {
     /// The client's certificate and its private key (PEM).
     #[cfg(feature = "tls")]
     pub(crate) client: Option<(Vec<u8>, Vec<u8>)>,
-    /// The value of the option `sslmode`. The next field contains the values of the options for
-    /// files.
+    /// The value of the option `sslmode`.
     sslmode: Option<Encryption>,
+    /// The values of the options that name PEM files.
     pem_files: PemFiles,
 }
 
@@ -75,7 +75,7 @@ impl EncryptionSettings {
         self.encryption = Encryption::VerifyHost;
     }
 
-    /// Sets an option of encryption. Returns whether `name` is such an option.
+    /// Sets an option, if `name` is an option of encryption. Returns whether it is.
     pub(super) fn assign(&mut self, name: &str, value: &str) -> Result<bool, InvalidValue> {
         if name != "sslmode" {
             return self.pem_files.assign(name, value);

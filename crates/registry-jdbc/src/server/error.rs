@@ -1,6 +1,6 @@
-//! Errors that the stores of all database servers return. The parameter `store` is the kind of
-//! server. The backend adds the server's address. The module `error` of each store classifies that
-//! server's codes.
+//! Errors that the stores of all database servers return. The parameter `store` is the name of the
+//! store. The backend adds the server's address. The module `error` of each kind of server
+//! classifies that server's error codes.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
     }
 }
 
-/// Adds the classification to an error.
+/// Converts an error of sqlx, with its class.
 pub(crate) fn explain(error: Error, store: &str, class: ErrorClass) -> BackendError {
     let (kind, message, refused) = class;
     let error = BackendError::new(kind, format!("{store}: {message}")).with_source(error);
@@ -89,21 +89,22 @@ pub(crate) fn not_connected(
 
 const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
 
-/// The server did not answer within `limit`.
+/// Returns the error of a request that the server did not answer within `limit`.
 pub(crate) fn timed_out(store: &str, limit: Duration) -> BackendError {
     BackendError::transient(format!(
         "{store}: the server did not answer within {limit:?}; check its load and the network"
     ))
 }
 
-/// The task of a session has ended.
+/// Returns the error of a request to a session whose task has ended.
 pub(crate) fn closed(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: the store was closed during the operation; open it again"
     ))
 }
 
-/// An acquisition was not sent, because the session's connection ran other statements for too long.
+/// Returns the error of an acquisition that was queued for too long, because the session's
+/// connection ran other statements. The acquisition was not sent.
 pub(crate) fn queue_timed_out(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: the session's connection was in use for too long, so no request was sent; retry"
@@ -111,7 +112,7 @@ pub(crate) fn queue_timed_out(store: &str) -> BackendError {
     .as_refused()
 }
 
-/// Another transaction has locked the row of one claim.
+/// Returns the error of a request on a row that another transaction has locked.
 pub(crate) fn row_locked(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica"
@@ -119,7 +120,7 @@ pub(crate) fn row_locked(store: &str) -> BackendError {
     .as_refused()
 }
 
-/// A transaction that the released claim has fenced is still open.
+/// Returns the error of a release whose claim fences a transaction that is still open.
 pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
@@ -127,22 +128,24 @@ pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     .as_blocked()
 }
 
-/// The server is read-only. The error is not marked as refused: the previous primary may have
-/// executed an earlier attempt.
+/// Returns the error of a request to a read-only server. The error is not marked as refused: the
+/// previous primary may have executed an earlier attempt.
 pub(crate) fn read_only(store: &str) -> BackendError {
     BackendError::transient(format!("{store}: {READ_ONLY}"))
 }
 
 pub(crate) const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
 
-/// A connection still exists, although the server was requested to end it.
+/// Returns the error of a forced release whose holder's connection still exists, although the
+/// server was requested to end it.
 pub(crate) fn still_connected(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: the connection that holds the key still exists, although the server was requested to end it; retry"
     ))
 }
 
-/// The holder is a caller's transaction, which only the caller can end.
+/// Returns the error of a forced release of a key that an application's transaction holds. Only the
+/// application can end this transaction.
 pub(crate) fn held_by_caller_transaction(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction"
@@ -150,7 +153,7 @@ pub(crate) fn held_by_caller_transaction(store: &str) -> BackendError {
     .as_refused()
 }
 
-/// A row contains a value that this program does not write.
+/// Returns the error of a row that contains a value that this program does not write.
 pub(crate) fn corrupt(store: &str, message: &str) -> BackendError {
     let text =
         format!("{store}: {message}; was it edited manually? Restore or drop the lock tables");
@@ -196,7 +199,7 @@ mod tests {
         }
     }
 
-    /// No server has executed or refused anything.
+    /// Checks that each dialect treats an error of the client as a broken connection.
     fn check_dialects(error: &Error) {
         fn check<D: ServerErrors>(error: &Error) {
             assert!(!D::is_busy(error) && !D::is_no_such_table(error));

@@ -46,8 +46,8 @@ async fn fence<D: SpringDialect>(
         // The snapshot is older than the grant, so reads after the fence would return rows that the
         // previous holder has overwritten.
         Some(false) => Err(FenceError::Busy { source: None }),
-        // From now on no other client can be granted the lock. But while the statement waited, the
-        // guard may have been notified of its loss. Then the caller must not write.
+        // From now on no other client can be granted the lock. But the guard may have been notified
+        // of its loss while the statement waited. Then the caller must not write.
         Some(true) if guard.is_held() => Ok(()),
         Some(true) => Err(FenceError::lost(guard)),
     }

@@ -10,12 +10,12 @@ use super::dialect::{Dialect, SpringDialect};
 use super::rows::LeaseTable;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
-/// A registry's rows, whose locks a transaction can hold.
+/// The rows of a registry whose locks a transaction can hold.
 #[derive(Debug)]
 pub(crate) struct LockableRows<'a, D: Dialect> {
     pub(crate) rows: &'a LeaseTable<D>,
-    /// Whether each lock is also a session lock, which the transaction must acquire in addition to
-    /// the row.
+    /// Whether each lock is also an advisory lock, which the transaction must acquire in addition
+    /// to the row's lock.
     #[cfg_attr(
         not(feature = "postgres"),
         expect(dead_code, reason = "only PostgreSQL has such locks of transactions")
@@ -42,9 +42,10 @@ impl<D: SpringDialect> LockIn<D> for Registry {
             lockable_rows::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let deadline = Deadline::after(wait);
-        // The first attempt does not wait. So an error of the transaction is returned at once, even
-        // if another caller holds the lock. A transaction that already holds the lock also succeeds
-        // at once. In the local queue, it could wait for a caller that waits for this transaction.
+        // The first attempt neither waits nor joins the local queue. So an error of the transaction
+        // is returned at once, even if another caller holds the lock. A transaction that already
+        // holds the lock also succeeds at once. In the local queue, this call could wait for a
+        // caller that waits for this transaction.
         let without_wait = Deadline::after(Duration::ZERO);
         let first = D::lock_in(rows, transaction, &key, without_wait).await?;
         let token = match first {

@@ -2,8 +2,9 @@
 //!
 //! sqlx's pool is unsuitable. Each time a connection returns, a separate task of sqlx's pool pings
 //! the server. sqlx also reuses connections whose last use was cancelled, even with an open
-//! transaction. In this pool, a caller returns a connection explicitly after complete use, and
-//! every other connection is closed. So an open transaction cannot undo a grant.
+//! transaction. Here, a caller returns a connection explicitly after all its statements were
+//! answered, and a connection that is not returned is closed. So no grant becomes part of an open
+//! transaction, whose rollback would undo the grant.
 
 use std::fmt;
 use std::future::Future;
@@ -22,7 +23,7 @@ use tokio::time::{Instant, timeout};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionUse {
     Acquire,
-    /// Contains the shortest lease of the claims.
+    /// A renewal. Contains the shortest lease of the claims.
     Renew(Duration),
     Release,
 }
@@ -43,9 +44,9 @@ pub(crate) struct PoolLimits {
 }
 
 impl PoolLimits {
-    /// Returns the time without an answer after which the connection is probably half open. The
-    /// time of renewals is shorter, because they wait for no row, and several attempts must fit
-    /// into the rest of the lease.
+    /// Returns the time without a response after which the connection is probably half open. This
+    /// time is shorter for renewals: they wait for no row, and several attempts must fit into the
+    /// rest of the lease.
     fn late_after(&self, connection_use: ConnectionUse) -> Duration {
         let late_after = match connection_use {
             ConnectionUse::Renew(lease) => lease / LATE_LEASE_DIVISOR,
@@ -57,7 +58,7 @@ impl PoolLimits {
     }
 }
 
-/// The reason why no connection is available. No statement was sent.
+/// Why no connection is available. No statement was sent.
 #[derive(Debug)]
 pub(crate) enum PoolError {
     /// All connections are busy.
@@ -131,8 +132,8 @@ impl<C: Connection> ConnectionPool<C> {
             {
                 return Ok(PooledConnection::new(self, connection_use, permit, connection, true));
             }
-            // All other connections have been idle for longer, and a ping of each could take too
-            // long.
+            // All other connections have been idle for longer, so they have probably broken too. To
+            // ping each of them could take too long.
             self.close_idle();
         }
         self.connect(connection_use, permit).await

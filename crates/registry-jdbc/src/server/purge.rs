@@ -1,5 +1,5 @@
-//! Decides when rows are purged: some of the releases also delete a batch of limited size. The
-//! statements are in `sql` of each store.
+//! Decides when rows are purged: one release in 256 also purges a batch of rows. The statements are
+//! in the `sql` module of each kind of server.
 
 use std::future::Future;
 use std::time::Duration;
@@ -7,17 +7,17 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim};
 use tokio::time::timeout;
 
-/// A release purges a batch if its claim's random id begins with this byte: one in 256.
+/// A release purges a batch if the random id of its claim begins with this byte: one in 256.
 const PURGE_FIRST_BYTE: u8 = 0;
 
 /// The maximum time that a batch adds to a release, even if all connections are busy.
 const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The number of rows in a batch. It is twice the number of releases between two batches, so that
-/// at most half of all rows are dead.
+/// The number of rows that a batch checks, live and dead. This is twice the number of releases
+/// between two batches, so that at most about half of all rows are dead.
 pub(crate) const BATCH_ROWS: u16 = 512;
 
-/// Purges the batch that begins at a random id, if `claim` is one of the 1 in 256 that do so.
+/// Calls `purge_batch` with the id of a random first row, for one claim in 256.
 pub(crate) async fn maybe_purge<T, F>(claim: &Claim, purge_batch: impl FnOnce([u8; 32]) -> F)
 where
     F: Future<Output = Result<T, BackendError>>,

@@ -1,13 +1,13 @@
-//! A set of rows with a recent property. The set is only a guess at the server's state: callers
-//! must verify it with the server.
+//! A set of recently used rows that probably share a property. The set is not synchronised with the
+//! server, so a statement must check the property.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::RowId;
 
-/// Rows that probably share one property, for example that this process released them. A backend
-/// uses the set to choose the statement that probably succeeds.
+/// Rows that probably share a property, for example that they are free since this process released
+/// them. The store uses such a set to choose the statement that probably succeeds.
 #[derive(Debug, Default)]
 pub(crate) struct RecentRows(Mutex<HashSet<RowId>>);
 

@@ -3,8 +3,8 @@
 //!
 //! Such a key has one row, whose claim is [`RECORD_MARKER`] and whose label is the text of a
 //! [`LockRecord`]. A statement for exclusive claims treats this row as held by another claim,
-//! because no claim has that id. A request on the record reads the row, decides, and writes the row
-//! if it is unchanged.
+//! because no claim has that id. A request on the record reads the row, computes the new record,
+//! and writes it if the row is still unchanged. If the row has changed, the request starts again.
 
 use std::time::Duration;
 
@@ -35,8 +35,8 @@ struct Columns {
     /// The time of the grant. In a row with a record, this value instead increases with each change
     /// after which another claim may be granted.
     since: i64,
-    /// The end of the grant. In a row with a record, at least the end of the last entry. A write of
-    /// a record that does not increase `since` increases `until`, so the two values together are
+    /// The end of the grant. In a row with a record, this value is at least the end of the last
+    /// entry. Each write of a record increases `since` or `until`, so the two values together are
     /// the version of the row.
     until: i64,
 }
@@ -46,7 +46,7 @@ impl Columns {
         self.claim.as_deref() == Some(&RECORD_MARKER)
     }
 
-    /// Returns the live entries.
+    /// Returns the entries of the row that have not expired. A single claim becomes one entry.
     fn record<D: Dialect>(&self, now: u64) -> Result<LockRecord, BackendError> {
         let Some(claim) = &self.claim else { return Ok(LockRecord::new()) };
         if self.has_record() {
@@ -63,6 +63,7 @@ impl Columns {
         Ok(record)
     }
 
+    /// Returns the entry for the row's only claim.
     fn exclusive_entry<D: Dialect>(
         &self,
         claim: &[u8],
@@ -82,7 +83,7 @@ impl Columns {
 }
 
 thread_local! {
-    /// A placeholder key for claims that are only converted to entries. Entries contain no key.
+    /// The key of claims that are only converted to entries, which contain no key.
     static PLACEHOLDER_KEY: Key = Key::new("-").expect("a key of one character is valid");
 }
 
@@ -175,7 +176,7 @@ impl StoredRow {
     }
 }
 
-/// What a request writes.
+/// A change of a row that a request writes.
 struct Change {
     record: LockRecord,
     /// The token and the token block of a new grant.
@@ -190,19 +191,19 @@ struct Change {
     allows_async_commit: bool,
 }
 
-/// How a change waits for other transactions that have locked the row.
+/// Whether a change waits for other transactions that have locked the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChangeKind {
-    /// It waits for their end, including fenced transactions.
+    /// The change waits for all transactions, including fenced transactions.
     Grant,
-    /// It does not wait.
+    /// The change waits for no transaction.
     Renewal,
-    /// It waits for their end. On some servers, it does not wait for fenced transactions.
+    /// The change waits, but on some servers not for fenced transactions.
     Other,
 }
 
 impl<D: Dialect> LeaseTable<D> {
-    /// Decides an attempt of `claim` with the record of its key.
+    /// Makes an attempt of `claim` on the record of its key.
     pub(super) async fn attempt_on_record(
         &self,
         claim: &Claim,
@@ -250,12 +251,12 @@ impl<D: Dialect> LeaseTable<D> {
                 }
                 Ok(None) => {}
                 Err(error) => match attempt {
-                    // The claim is busy, and keeps its place if it has one.
+                    // The claim is busy, and keeps its place in the queue if it has one.
                     Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
                         busy.is_queued = had_entry;
                         if claim.joins_queue() && !had_entry {
-                            // The next attempt requests the place.
-                            busy.retry_after = Some(RETRY_FOR_PLACE);
+                            // The next attempt writes the place.
+                            busy.retry_after = Some(QUEUE_RETRY_PAUSE);
                         }
                         let attempt = Attempt::Busy(busy);
                         return Ok(self.with_mark(
@@ -272,9 +273,9 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Grants `claim` by one statement, without reading the row first, because the row is probably
-    /// free. The statement writes a record whose only entry is this grant. Returns `None` if the
-    /// row is missing or not free.
+    /// Grants `claim` with one statement, without reading the row first, because the row is
+    /// probably free. The statement writes a record whose only entry is this grant. Returns `None`
+    /// if the row is missing or not free.
     pub(super) async fn reacquire_single_claim(
         &self,
         claim: &Claim,
@@ -298,8 +299,8 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds a mark to a busy response: `wakeup_position`, or the version of `row` if the server
-    /// sends no notifications. The claim then waits for a release after this mark.
+    /// Adds the mark after which a busy claim waits for a release: `wakeup_position`, or the
+    /// version of `row` if the server sends no notifications.
     fn with_mark(
         &self,
         claim: &Claim,
@@ -396,8 +397,8 @@ impl<D: Dialect> LeaseTable<D> {
             let stored = self.read_row(claim.key(), ConnectionUse::Release).await?;
             let mut record = stored.record::<D>()?;
             let Some(entry) = record.release(claim) else { return Ok(Release::NotHeld) };
-            let newest = stored.columns.as_ref().map(|row| row.token);
-            let is_newest = entry.token.map(i64::from) == newest;
+            let newest_token = stored.columns.as_ref().map(|row| row.token);
+            let is_newest = entry.token.map(i64::from) == newest_token;
             let change = Change {
                 block_used: is_newest.then(|| i64::from(claim.token_block())),
                 wakes_waiters: true,
@@ -447,7 +448,7 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Returns whether `claim` has a live grant or place.
+    /// Returns whether `claim` has a grant, or a place in the queue, that has not expired.
     #[cfg(feature = "mysql")]
     pub(crate) async fn has_entry(
         &self,
@@ -469,8 +470,8 @@ impl<D: Dialect> LeaseTable<D> {
         StoredRow::parse::<D>(row)
     }
 
-    /// Writes `change` if the row is still as it was read. Returns the written columns, or `None`
-    /// if another request has changed the row.
+    /// Writes `change` if the row is still equal to `stored`. Returns the written columns, or
+    /// `None` if another request has changed the row.
     async fn write_row(
         &self,
         key: &Key,
@@ -520,7 +521,8 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(is_written.then_some(columns))
     }
 
-    /// Returns the error after too many changes by other clients. The request has changed nothing.
+    /// Returns the error of a request that other clients' changes prevented too often. The request
+    /// has changed nothing.
     async fn conflict_error(&self) -> BackendError {
         if let Err(error) = self.store.check_meta().await {
             return error;
@@ -574,9 +576,9 @@ fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
 /// The maximum number of attempts if other clients change the row between a read and a write.
 const WRITE_ATTEMPTS_MAX: u32 = 50;
 
-/// The pause before the next attempt of a claim that joins the queue, if a row lock prevented the
-/// write of its place.
-const RETRY_FOR_PLACE: Duration = Duration::from_millis(10);
+/// The pause before the next attempt of a claim whose place in the queue was not written, because
+/// another transaction had locked the row.
+const QUEUE_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
 /// The pauses between attempts to renew claims in a row that another transaction has locked. A
 /// change by another client usually locks the row for less than their sum.

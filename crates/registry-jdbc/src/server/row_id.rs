@@ -4,7 +4,7 @@
 use registry_core::Key;
 use sha2::{Digest as _, Sha256};
 
-/// SHA-256 of namespace and key.
+/// The SHA-256 hash of namespace and key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct RowId([u8; 32]);
 

@@ -30,7 +30,8 @@ pub(crate) struct RowStatements {
     pub(crate) lease_holders_only: Option<HolderStatements>,
     pub(crate) release: StatementText,
     pub(crate) fence: StatementText,
-    /// As `fence`, for a grant next to others: fences of several grants do not wait for each other.
+    /// As `fence`, for a grant of a key that several claims may hold. Fences of these claims do not
+    /// wait for each other.
     pub(crate) fence_shared_grant: StatementText,
     pub(crate) fence_session_grant: StatementText,
     pub(crate) read_row: StatementText,
@@ -69,10 +70,11 @@ pub(crate) struct LeaseTable<D: Dialect> {
     pub(crate) store: Store<D>,
     pub(crate) wakeups: D::Wakeups,
     pub(super) recently_released: RecentRows,
-    /// Rows whose record made an attempt wait. The next attempt probably finds a record again.
+    /// Rows with a record that made an attempt wait. The next attempt probably finds a record
+    /// again.
     pub(super) rows_with_records: RecentRows,
-    /// Rows whose record was granted to a single claim of this process. Its release probably finds
-    /// it alone.
+    /// Rows with a record whose only entry was the grant of a claim of this process. The release of
+    /// this claim probably finds no other entry.
     pub(super) rows_of_single_claims: RecentRows,
     /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
     /// held, so it reads the row before it tries to write.
@@ -151,6 +153,8 @@ impl<D: Dialect> LeaseTable<D> {
         self.attempt_from_current_row(claim, position).await.map_err(BackendError::as_unknown)
     }
 
+    /// Returns the result of an attempt of `claim` on a row that is probably held. Returns `None`
+    /// if the key is free.
     pub(crate) async fn attempt_from_current_row(
         &self,
         claim: &Claim,
@@ -169,7 +173,8 @@ impl<D: Dialect> LeaseTable<D> {
             Attempt::Busy(_) if claim.joins_queue() => {
                 Box::pin(self.attempt_on_record(claim, position)).await.map(Some)
             }
-            // Only here, because the lapse of a place in a record sends no notification.
+            // A busy response from a record has no wake check, because the expiry of an entry in a
+            // record sends no notification. So the engine polls at its usual interval.
             Attempt::Busy(busy) => Ok(Some(Attempt::Busy(match self.wakeups.wake_check() {
                 Some(check) => busy.with_wake_check(check),
                 None => busy,
@@ -178,7 +183,7 @@ impl<D: Dialect> LeaseTable<D> {
         }
     }
 
-    /// Makes an attempt with the statements that probably succeed.
+    /// Makes one attempt. Chooses the statements by the recent uses of the row.
     async fn attempt_once(
         &self,
         claim: &Claim,
@@ -187,7 +192,6 @@ impl<D: Dialect> LeaseTable<D> {
         let row = self.row_id(claim.key());
         let is_exclusive = is_exclusive_grant(claim);
         if !is_exclusive && !claim.is_conversion() && self.recently_released.remove(row) {
-            // Boxed, because most attempts need no record.
             if let Some(grant) = Box::pin(self.reacquire_single_claim(claim)).await? {
                 return Ok(Some(Attempt::Granted(grant)));
             }
@@ -199,9 +203,9 @@ impl<D: Dialect> LeaseTable<D> {
             return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
         }
         if self.rows_waited_without_wakeup.remove(row)
-            && let Some(holder) = self.attempt_from_current_row(claim, position).await?
+            && let Some(attempt) = self.attempt_from_current_row(claim, position).await?
         {
-            return Ok(Some(holder));
+            return Ok(Some(attempt));
         }
         self.acquire(claim, position).await
     }
@@ -316,7 +320,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let id = self.row_id(claim.key());
-        // If this future is dropped during the wait, the row stays in the set.
+        // If this future is dropped before a wake-up, the row stays in the set.
         self.rows_waited_without_wakeup.insert(id);
         self.wakeups.wait(id, busy.mark).await;
         self.rows_waited_without_wakeup.remove(id);

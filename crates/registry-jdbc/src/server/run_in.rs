@@ -16,12 +16,13 @@ impl<D: SpringDialect> RunIn<D> for ScheduledJob {
         transaction: &mut Transaction<'_, D>,
     ) -> Result<Outcome<TransactionRun>, RunInError> {
         // Boxed, because the future is large.
-        Box::pin(run_in(self, transaction, write::<D>)).await
+        Box::pin(run_in(self, transaction, write_record::<D>)).await
     }
 }
 
-/// Writes the value block in the transaction, which is fenced. Returns whether it was written.
-async fn write<D: SpringDialect>(
+/// Writes the record of a job, its value block, in the fenced transaction. Returns whether the
+/// record was written.
+async fn write_record<D: SpringDialect>(
     guard: &LockGuard,
     transaction: &mut Transaction<'_, D>,
     value: Vec<u8>,
@@ -29,16 +30,16 @@ async fn write<D: SpringDialect>(
     let unsupported = || FenceError::unsupported(guard, D::DATABASE);
     let backend = guard.backend::<SqlBackend<D>>().ok_or_else(unsupported)?;
     let (rows, text) = match &backend.locks {
-        Locks::Lease(rows) => (rows, rows.values_statements().write.clone()),
+        Locks::Lease(rows) => (rows, rows.value_statements().write.clone()),
         Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
-            (&**rows, rows.values_statements().write_in_session.clone())
+            (&**rows, rows.value_statements().write_in_session.clone())
         }
         Locks::Spring(_) => return Err(unsupported()),
     };
     let token = guard.fencing_token();
     let write = rows.write_statement(&text, guard.claim(), token, &value);
     D::fetch(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
-    // Not every server returns the number of written rows to plain text.
+    // Not every server returns the number of rows that plain text wrote, so read the value again.
     let read = rows.read_statement(guard.claim().key());
     let found = D::fetch(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
     let Some(row) = found.first() else { return Ok(false) };

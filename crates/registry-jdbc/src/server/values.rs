@@ -1,5 +1,5 @@
-//! Value blocks in a table of their own, next to the native lock tables. A write is one statement,
-//! which also finds and locks the row of the claim, as a fence does.
+//! Value blocks, which have a separate table next to the native lock table. A write is one
+//! statement, which also finds and locks the row of the claim, as a fence does.
 
 use std::time::SystemTime;
 
@@ -62,8 +62,9 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
                 Ok(false) => Ok(ValueWrite::NotHeld),
                 Err(error) => Err(error),
             },
-            // The row keeps its claim after the end of the grant, so the connection is checked
-            // first. If the grant ends in between, the next grant changes the row before it begins.
+            // The row keeps its claim after the end of the grant, so the renewal checks the
+            // connection first. If the grant ends before the write, the next grant changes the row
+            // before it begins.
             Locks::Row { rows, sessions } => {
                 match sessions.renew(std::slice::from_ref(claim)).await.pop() {
                     Some(Ok(Renewal::Renewed(_))) => {
@@ -92,7 +93,7 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(ValueRead::new(value).with_now(SystemTime::UNIX_EPOCH + now))
     }
 
-    pub(super) fn values_statements(&self) -> &ValueStatements {
+    pub(super) fn value_statements(&self) -> &ValueStatements {
         &self.statements().values
     }
 

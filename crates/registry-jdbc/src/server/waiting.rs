@@ -1,4 +1,4 @@
-//! The claims that wait, in a table of their own. No statement of a grant uses this table.
+//! The table of waiting claims, for listings. No statement that grants a key uses this table.
 
 use std::time::Duration;
 
@@ -29,7 +29,8 @@ pub(crate) struct WaiterStatements {
     ///
     /// Parameter: namespace.
     pub(crate) of_namespace: StatementText,
-    /// Deletes the expired claims, which processes that have ended left.
+    /// Deletes the expired registrations. Processes that ended during a wait leave such
+    /// registrations.
     pub(crate) purge: StatementText,
 }
 
