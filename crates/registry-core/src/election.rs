@@ -363,10 +363,11 @@ impl Election {
         }
     }
 
-    /// Holds the shared lock of the candidates until the future is dropped. Without the lock, the
-    /// candidate campaigns nevertheless, so errors are only retried.
+    /// Holds the shared lock of the candidates until the future is dropped. The owner is new,
+    /// because a candidate that re-enters the lock does not announce its own priority. Without the
+    /// lock, the candidate campaigns nevertheless, so errors are only retried.
     async fn announce(&self, priority: u32) -> Infallible {
-        let mut options = LockOptions::new().label(priority.to_string());
+        let mut options = LockOptions::new().label(priority.to_string()).owner(&Owner::new());
         options.lease = self.options.lease;
         let mut failures = 0;
         loop {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use registry_core::election::{Leadership, Term};
 use registry_core::once::{Outcome, Run};
 use registry_core::{LockOptions, LockRegistryExt as _, Owner, Registry};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 #[tokio::test]
 async fn a_tick_does_not_run_twice_at_once_under_one_owner() {
@@ -28,6 +28,29 @@ async fn two_candidates_of_one_owner_do_not_lead_at_once() {
         timeout(Duration::from_secs(60), second.run_term(async |_: Term| ())).await.is_ok()
     });
     assert_eq!(Owner::scope(leads_too).await.unwrap(), Some(false));
+}
+
+#[tokio::test(start_paused = true)]
+async fn candidates_of_one_registry_and_one_owner_have_their_own_priorities() {
+    let registry = Registry::in_memory().unwrap();
+    let candidates = registry.obtain("role/candidates");
+    let role = registry.obtain("role").lock().await.unwrap();
+    let [low, high] = [1, 2].map(|priority| registry.election("role").priority(priority));
+    let campaigns = Owner::scope(async { tokio::join!(low.campaign(), high.campaign()) });
+    let both_are_announced = timeout(Duration::from_secs(60), async {
+        let mut priorities = Vec::new();
+        while priorities != ["1", "2"] {
+            sleep(Duration::from_millis(1)).await;
+            let holders = candidates.holders().await.unwrap();
+            priorities = holders.into_iter().filter_map(|holder| holder.label).collect();
+            priorities.sort();
+        }
+    });
+    tokio::select! {
+        _ = campaigns => panic!("a candidate led while the role was locked"),
+        announced = both_are_announced => announced.expect("each candidate announces its priority"),
+    }
+    role.unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
