@@ -71,11 +71,11 @@ impl TestContext {
     /// Returns a registry over a client of its own, as another process would open it. Its leases
     /// never expire while a clause runs.
     pub(crate) async fn registry(&self) -> Registry {
-        self.registry_of(self.long_lease()).await
+        self.registry_with_lease(self.long_lease()).await
     }
 
     /// Returns a registry over a client of its own, with this lease.
-    pub(crate) async fn registry_of(&self, lease: Duration) -> Registry {
+    pub(crate) async fn registry_with_lease(&self, lease: Duration) -> Registry {
         let builder = self.builder(self.client().await).lease(lease);
         builder.build().expect("the registry is built")
     }
@@ -102,7 +102,7 @@ impl TestContext {
     /// Returns a new claim of `orders:42` in this mode, which `client` was granted.
     pub(crate) async fn held_in(&self, client: &dyn LockBackend, mode: ClaimMode) -> Claim {
         let claim = self.claim(mode);
-        granted(client, &claim).await;
+        assert_granted(client, &claim).await;
         claim
     }
 
@@ -121,7 +121,7 @@ impl TestContext {
     /// Returns a new claim of `orders:42` with this lease, which `client` was granted.
     pub(crate) async fn held_claim(&self, client: &dyn LockBackend, lease: Duration) -> Claim {
         let claim = Claim::new(key("orders:42"), lease);
-        granted(client, &claim).await;
+        assert_granted(client, &claim).await;
         claim
     }
 
@@ -247,12 +247,12 @@ impl TestContext {
     /// Waits until the grant of `claim` has expired on the store's clock, without writing to the
     /// key.
     pub(crate) async fn wait_until_expired(&self, client: &dyn LockBackend, claim: &Claim) {
-        self.wait_until_expired_beside(client, claim, 0).await;
+        self.wait_until_expired_alongside(client, claim, 0).await;
     }
 
     /// As [`wait_until_expired`](Self::wait_until_expired), while `others` other claims hold the
     /// key.
-    pub(crate) async fn wait_until_expired_beside(
+    pub(crate) async fn wait_until_expired_alongside(
         &self,
         client: &dyn LockBackend,
         claim: &Claim,
@@ -384,7 +384,7 @@ pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
         Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
     match attempt(client, &probe).await {
         Attempt::Granted(_) => {
-            freed(client, &probe).await;
+            assert_freed(client, &probe).await;
             true
         }
         Attempt::Busy(_) | Attempt::Gone => {
@@ -402,18 +402,18 @@ pub(crate) fn attempt<'a>(
     claim: &'a Claim,
 ) -> impl Future<Output = Attempt> + Send + 'a {
     let at = Location::caller();
-    async move { answered(at, "acquire", claim, client.try_acquire(claim).await) }
+    async move { unwrap_answer(at, "acquire", claim, client.try_acquire(claim).await) }
 }
 
 /// Acquires `claim`. Panics unless it is granted.
 #[track_caller]
-pub(crate) fn granted<'a>(
+pub(crate) fn assert_granted<'a>(
     client: &'a dyn LockBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = Grant> + Send + 'a {
     let at = Location::caller();
     async move {
-        match answered(at, "acquire", claim, client.try_acquire(claim).await) {
+        match unwrap_answer(at, "acquire", claim, client.try_acquire(claim).await) {
             Attempt::Granted(grant) => grant,
             other => panic!("{at}: {:?} should be granted, but: {other:?}", claim.key()),
         }
@@ -422,13 +422,13 @@ pub(crate) fn granted<'a>(
 
 /// Tries to acquire `claim`. Panics unless another claim holds the key.
 #[track_caller]
-pub(crate) fn busy<'a>(
+pub(crate) fn assert_busy<'a>(
     client: &'a dyn LockBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = Busy> + Send + 'a {
     let at = Location::caller();
     async move {
-        match answered(at, "acquire", claim, client.try_acquire(claim).await) {
+        match unwrap_answer(at, "acquire", claim, client.try_acquire(claim).await) {
             Attempt::Busy(busy) => busy,
             other => panic!("{at}: {:?} should be busy, but: {other:?}", claim.key()),
         }
@@ -445,13 +445,13 @@ pub(crate) fn renew<'a>(
     async move {
         let mut answers = client.renew(std::slice::from_ref(claim)).await;
         assert_eq!(answers.len(), 1, "{at}: one claim, one answer");
-        answered(at, "renew", claim, answers.swap_remove(0))
+        unwrap_answer(at, "renew", claim, answers.swap_remove(0))
     }
 }
 
 /// Renews `claim`. Panics unless it is still granted.
 #[track_caller]
-pub(crate) fn renewed<'a>(
+pub(crate) fn assert_renewed<'a>(
     client: &'a dyn LockBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = Duration> + Send + 'a {
@@ -471,23 +471,23 @@ pub(crate) fn release<'a>(
     claim: &'a Claim,
 ) -> impl Future<Output = Release> + Send + 'a {
     let at = Location::caller();
-    async move { answered(at, "release", claim, client.release(claim).await) }
+    async move { unwrap_answer(at, "release", claim, client.release(claim).await) }
 }
 
 /// Releases `claim`. Panics unless it was held.
 #[track_caller]
-pub(crate) fn freed<'a>(
+pub(crate) fn assert_freed<'a>(
     client: &'a dyn LockBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = ()> + Send + 'a {
     let at = Location::caller();
     async move {
-        let answer = answered(at, "release", claim, client.release(claim).await);
+        let answer = unwrap_answer(at, "release", claim, client.release(claim).await);
         assert_eq!(answer, Release::Freed, "{at}: {:?} was held", claim.key());
     }
 }
 
-fn answered<T>(
+fn unwrap_answer<T>(
     at: &Location<'_>,
     operation: &str,
     claim: &Claim,

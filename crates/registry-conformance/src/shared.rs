@@ -128,7 +128,7 @@ fn run_with_retries<H: Harness + 'static>(
         let result =
             catch_unwind(AssertUnwindSafe(|| run(harness(failures), clause.theme, clause.name)));
         let Err(panic) = result else { return Ok(()) };
-        let failure = format!("{clause:?}: {}", message(&*panic));
+        let failure = format!("{clause:?}: {}", panic_message(&*panic));
         if failures == retries {
             return Err(failure);
         }
@@ -153,7 +153,7 @@ async fn select(servers: &impl SharedServers) -> (Clauses, Clauses) {
     CLAUSES.iter().partition(|clause| clause.needs.iter().all(is_met) && servers.applies(clause))
 }
 
-fn message(panic: &(dyn Any + Send)) -> &str {
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic")
 }

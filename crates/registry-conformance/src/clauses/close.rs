@@ -176,7 +176,7 @@ pub async fn close_ends_in_bounded_time_if_the_store_does_not_answer(context: &T
 /// Closing one registry does not affect another process, whose lock stays held and renewed.
 pub async fn closing_one_registry_does_not_affect_another(context: &TestContext) {
     let (local, remote) =
-        (context.registry().await, context.registry_of(context.renewed_lease()).await);
+        (context.registry().await, context.registry_with_lease(context.renewed_lease()).await);
     let local_guard = local.obtain("orders:1").lock().await.expect("a free lock is acquired");
     let remote_guard = remote.obtain("orders:2").lock().await.expect("a free lock is acquired");
     _ = local.close(Duration::ZERO).await;

@@ -80,7 +80,7 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_the_key_free(context: &
 /// A `lock` future that was polled and is then left unpolled does not block other keys: they can be
 /// locked, and held locks are renewed. This occurs in a `select!` while another branch runs.
 pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let held = registry.obtain("orders:1").lock().await.expect("a free lock is acquired");
     for n in 2..5 {
         let lock = registry.obtain(&format!("orders:n{n}"));
@@ -103,7 +103,7 @@ pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext)
 /// after a lease. Polled again, it acquires the lock.
 pub async fn an_unpolled_lock_leaves_the_queue_of_the_store(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.short_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.short_lease()).await, context.registry().await);
     let held = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let lock = local.obtain("orders:42");
     let mut unpolled = pin!(lock.lock());
@@ -136,7 +136,7 @@ pub async fn a_grant_for_an_unpolled_lock_ends_with_its_lease(context: &TestCont
 /// next caller of the process can proceed after a lease.
 pub async fn an_unpolled_lock_does_not_block_the_next_caller_of_its_process(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.short_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.short_lease()).await, context.registry().await);
     let held = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let lock = local.obtain("orders:42");
     let mut unpolled = pin!(lock.lock());
@@ -152,7 +152,7 @@ pub async fn an_unpolled_lock_does_not_block_the_next_caller_of_its_process(cont
 /// lock.
 pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.short_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.short_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let held = lock.lock().await.expect("a free lock is acquired");
     let mut unpolled = pin!(lock.lock());
@@ -198,7 +198,7 @@ pub async fn an_unpolled_unlock_frees_the_lock(context: &TestContext) {
 /// Dropping the lock handle or the registry does not release a held lock, which is still renewed.
 pub async fn a_dropped_handle_or_registry_releases_no_lock(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is acquired");
     drop(lock);
@@ -414,7 +414,7 @@ pub async fn renew_may_be_dropped_at_every_poll(context: &TestContext) {
     let faulty = context.faulty(Faults::none().always(Operation::Renew, slow)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
-    guarded_sweep(context, &local, &remote, async |guard| {
+    sweep_with_guard(context, &local, &remote, async |guard| {
         context
             .renew_with_retries(guard, context.long_lease())
             .await
@@ -427,7 +427,7 @@ pub async fn renew_may_be_dropped_at_every_poll(context: &TestContext) {
 /// and usable.
 pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    guarded_sweep(context, &local, &remote, async |guard| {
+    sweep_with_guard(context, &local, &remote, async |guard| {
         let work = async {
             for _ in 0..3 {
                 sleep(Duration::from_millis(5)).await;
@@ -442,7 +442,7 @@ pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
     clippy::future_not_send,
     reason = "it is Send whenever the work is; the bound cannot be written yet"
 )]
-async fn guarded_sweep(
+async fn sweep_with_guard(
     context: &TestContext,
     local: &Registry,
     remote: &Registry,

@@ -9,7 +9,7 @@ use registry_core::{
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-use crate::context::{TestContext, granted, key};
+use crate::context::{TestContext, assert_granted, key};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::sweep;
 
@@ -31,11 +31,11 @@ pub async fn one_candidate_leads_at_a_time(context: &TestContext) {
     }
     let mut last = None;
     for _ in 0..10 {
-        let (begin, token) = next(context, &mut led).await;
+        let (begin, token) = receive(context, &mut led).await;
         assert_eq!(begin, '+', "two terms at once");
         assert!(last < Some(token) || !context.capabilities().fencing, "{token} after {last:?}");
         last = Some(token);
-        assert_eq!(next(context, &mut led).await, ('-', token), "two terms at once");
+        assert_eq!(receive(context, &mut led).await, ('-', token), "two terms at once");
     }
     candidates.shutdown().await;
 }
@@ -58,7 +58,7 @@ pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestCo
             .await
     });
     let mut leadership = election.leadership();
-    let token = leads(context, &election).await;
+    let token = wait_until_leads(context, &election).await;
     assert!(election.step_down());
     assert_eq!(stopped.await.expect("the work is signalled"), token);
     // The work drains, so the candidate leads still.
@@ -74,13 +74,13 @@ pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestCo
 
 /// Work that does not react to a step-down is dropped at the end of its lease.
 pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let election = registry.election("role");
     let candidate = election.clone();
     let running = tokio::spawn(async move {
         candidate.run_term(async |_: Term| std::future::pending::<()>().await).await
     });
-    leads(context, &election).await;
+    wait_until_leads(context, &election).await;
     assert!(election.step_down());
     let limit = context.renewed_lease() + context.max_wait();
     let ended = timeout(limit, running).await.expect("the work is dropped").expect("no panic");
@@ -93,7 +93,7 @@ pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestC
 pub async fn another_candidate_leads_after_a_step_down(context: &TestContext) {
     let elections =
         [context.registry().await.election("role"), context.registry().await.election("role")];
-    let running = elections.each_ref().map(start);
+    let running = elections.each_ref().map(spawn_candidate);
     let mut last = None;
     for next in [0, 1, 0, 1] {
         let token = within(context, async {
@@ -128,7 +128,7 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
         tokio::spawn(
             async move { candidate.run_term(async |term: Term| term.stopping().await).await },
         );
-    let token = leads(context, &election).await;
+    let token = wait_until_leads(context, &election).await;
     let leader = within(context, changes.changed()).await.expect("the role is read");
     let leader = leader.expect("a candidate leads");
     assert_eq!((leader.token, &leader.data[..]), (token, &b"10.0.0.1:80"[..]));
@@ -141,14 +141,14 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
 
 /// Observers see the vacancy when a leader died: the record stays, but no claim holds the role.
 pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
-    let local = context.registry_of(context.renewed_lease()).await;
+    let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
     let election = local.election("role");
     let candidate = election.clone();
     let running = tokio::spawn(async move {
         candidate.run_term(async |_: Term| std::future::pending::<()>().await).await
     });
-    leads(context, &election).await;
+    wait_until_leads(context, &election).await;
     let observer = remote.election("role");
     assert!(observer.leader().await.expect("the role is read").is_some());
     remote.force_release("role").await.expect("a held lock is broken");
@@ -160,7 +160,7 @@ pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext
 /// A leader whose lock was broken is notified, its work is dropped, and it campaigns again with a
 /// larger token.
 pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &TestContext) {
-    let local = context.registry_of(context.renewed_lease()).await;
+    let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
     let election = local.election("role");
     let candidate = election.clone();
@@ -174,10 +174,10 @@ pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &Test
             })
             .await
     });
-    let (token, lost) = next(context, &mut led).await;
+    let (token, lost) = receive(context, &mut led).await;
     remote.force_release("role").await.expect("a held lock is broken");
     assert_eq!(within(context, lost).await.expect("no panic"), LostReason::Gone);
-    let (next_token, _) = next(context, &mut led).await;
+    let (next_token, _) = receive(context, &mut led).await;
     assert!(next_token > token || !context.capabilities().fencing, "{next_token} after {token}");
     running.abort();
 }
@@ -185,10 +185,10 @@ pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &Test
 /// A candidate leads after the lease of a leader that died.
 pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
     let dead = context.client().await;
-    granted(&*dead, &Claim::new(key("role"), context.short_lease())).await;
+    assert_granted(&*dead, &Claim::new(key("role"), context.short_lease())).await;
     let election = context.registry().await.election("role");
-    let running = start(&election);
-    leads(context, &election).await;
+    let running = spawn_candidate(&election);
+    wait_until_leads(context, &election).await;
     running.abort();
 }
 
@@ -202,8 +202,8 @@ pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestCon
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let election = local.election("role");
-    let running = start(&election);
-    leads(context, &election).await;
+    let running = spawn_candidate(&election);
+    wait_until_leads(context, &election).await;
     running.abort();
     _ = running.await;
     let options = registry_core::LockOptions::new().wait(context.max_wait());
@@ -228,7 +228,7 @@ pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
         tokio::spawn(
             async move { candidate.run_term(async |term: Term| term.stopping().await).await },
         );
-    leads(context, &election).await;
+    wait_until_leads(context, &election).await;
     election.step_down();
     running.await.expect("no panic").expect("the term ends");
     assert_eq!(*election.leadership().borrow(), Leadership::Follower);
@@ -246,16 +246,16 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
         elections.push(election);
     }
     let observer = context.registry().await.obtain("role/candidates");
-    let mut running = vec![start(&elections[0])];
-    let mut last = leads(context, &elections[0]).await;
+    let mut running = vec![spawn_candidate(&elections[0])];
+    let mut last = wait_until_leads(context, &elections[0]).await;
     for (candidate, priority) in elections.iter().zip(0..).skip(1) {
-        running.push(start(&candidate.clone().priority(priority)));
-        within(context, campaigns(&observer, priority)).await;
+        running.push(spawn_candidate(&candidate.clone().priority(priority)));
+        within(context, wait_until_campaigns(&observer, priority)).await;
     }
     // A leader does not announce its priority.
     for (leader, next) in [(0, 3), (3, 2), (2, 1)] {
         running[leader].abort();
-        let token = leads(context, &elections[next]).await;
+        let token = wait_until_leads(context, &elections[next]).await;
         assert!(last < token || !context.capabilities().fencing, "{token} after {last}");
         last = token;
         // The others have left the role to this one for less than that.
@@ -272,14 +272,14 @@ pub async fn a_preferred_candidate_that_does_not_lead_keeps_no_role(context: &Te
     let announced = remote.obtain("role/candidates").acquire(ClaimMode::Shared, options).await;
     let announced = announced.expect("a free lock is acquired");
     let election = local.election("role").priority(1).lease(context.renewed_lease());
-    let running = start(&election);
-    leads(context, &election).await;
+    let running = spawn_candidate(&election);
+    wait_until_leads(context, &election).await;
     assert!(announced.is_held());
     running.abort();
 }
 
 /// Waits until a candidate with this priority campaigns.
-async fn campaigns(candidates: &DistributedLock, priority: u32) {
+async fn wait_until_campaigns(candidates: &DistributedLock, priority: u32) {
     let label = priority.to_string();
     loop {
         let holders = candidates.holders().await.expect("the store answers");
@@ -294,8 +294,8 @@ async fn campaigns(candidates: &DistributedLock, priority: u32) {
 pub async fn an_election_ends_when_its_registry_is_closed(context: &TestContext) {
     let registry = context.registry().await;
     let election = registry.election("role");
-    let running = start(&election);
-    leads(context, &election).await;
+    let running = spawn_candidate(&election);
+    wait_until_leads(context, &election).await;
     _ = registry.close(context.max_wait()).await;
     let ended = within(context, running).await.expect("no panic");
     ended.expect("the end of the registry is no error");
@@ -323,13 +323,13 @@ pub async fn a_campaign_may_be_dropped_at_every_poll(context: &TestContext) {
 }
 
 /// Runs a candidate whose work only waits for the end of its term.
-fn start(election: &Election) -> tokio::task::JoinHandle<Result<(), LockError>> {
+fn spawn_candidate(election: &Election) -> tokio::task::JoinHandle<Result<(), LockError>> {
     let candidate = election.clone();
     tokio::spawn(async move { candidate.run(async |term: Term| term.stopping().await).await })
 }
 
 /// Waits until the candidate leads.
-async fn leads(context: &TestContext, election: &Election) -> FencingToken {
+async fn wait_until_leads(context: &TestContext, election: &Election) -> FencingToken {
     let mut leadership = election.leadership();
     let leads = leadership.wait_for(|now| matches!(now, Leadership::Leader(_)));
     match *within(context, leads).await.expect("the candidate lives") {
@@ -338,7 +338,7 @@ async fn leads(context: &TestContext, election: &Election) -> FencingToken {
     }
 }
 
-async fn next<T>(context: &TestContext, received: &mut mpsc::UnboundedReceiver<T>) -> T {
+async fn receive<T>(context: &TestContext, received: &mut mpsc::UnboundedReceiver<T>) -> T {
     within(context, received.recv()).await.expect("the candidates live")
 }
 

@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use registry_core::{Attempt, Claim, LockError, Registry};
 use tokio::task::{JoinSet, yield_now};
 
-use crate::context::{TestContext, attempt, busy, freed, granted, key};
+use crate::context::{TestContext, assert_busy, assert_freed, assert_granted, attempt, key};
 use crate::faulty::Faults;
 use crate::harness::RemoteLock;
 
@@ -18,9 +18,9 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext)
     let client = context.client().await;
     let first = context.held_claim(&*client, context.long_lease()).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+        assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
-    freed(&*client, &first).await;
+    assert_freed(&*client, &first).await;
 }
 
 /// While a claim holds a key, claims of another client for this key are busy. After the release,
@@ -28,11 +28,11 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext)
 pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_claim(&*first, context.long_lease()).await;
-    busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*first, &holder).await;
+    assert_busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*first, &holder).await;
     let next = context.held_claim(&*second, context.long_lease()).await;
-    busy(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*second, &next).await;
+    assert_busy(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*second, &next).await;
 }
 
 /// The number of rounds that must have a winner.
@@ -64,7 +64,7 @@ pub async fn of_many_concurrent_claims_exactly_one_is_granted(context: &TestCont
             assert!(may_split_votes, "round {round} has no winner");
             continue;
         };
-        freed(&*clients[0], winner).await;
+        assert_freed(&*clients[0], winner).await;
         decided += 1;
         if decided == DECIDED_ROUNDS {
             return;
@@ -80,12 +80,12 @@ pub async fn claims_of_different_keys_are_held_at_once(context: &TestContext) {
     let claims: Vec<_> =
         (0..20).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     for claim in &claims {
-        granted(&*client, claim).await;
+        assert_granted(&*client, claim).await;
     }
-    freed(&*client, &claims[7]).await;
+    assert_freed(&*client, &claims[7]).await;
     for (n, claim) in claims.iter().enumerate().filter(|(n, _)| *n != 7) {
-        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
-        freed(&*client, &claims[n]).await;
+        assert_busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        assert_freed(&*client, &claims[n]).await;
     }
 }
 
@@ -182,17 +182,17 @@ pub async fn of_many_concurrent_try_locks_exactly_one_returns_a_guard(context: &
 /// its rounds.
 pub async fn critical_sections_of_several_processes_never_overlap(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
-    never_overlap(&registries, 4, 6).await;
+    assert_never_overlap(&registries, 4, 6).await;
 }
 
 /// The critical sections of 16 tasks in one process never overlap, and every task completes its
 /// rounds. Here a claim may be handed over from task to task.
 pub async fn critical_sections_of_one_process_never_overlap(context: &TestContext) {
     let registries = [context.registry().await];
-    never_overlap(&registries, 16, 8).await;
+    assert_never_overlap(&registries, 16, 8).await;
 }
 
-async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize) {
+async fn assert_never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize) {
     let inside = Arc::new(AtomicUsize::new(0));
     let mut tasks = JoinSet::new();
     for registry in registries {

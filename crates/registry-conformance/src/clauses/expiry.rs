@@ -5,17 +5,19 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, LockOptions, Release, Renewal};
 use tokio::time::Instant;
 
-use crate::context::{TestContext, attempt, busy, freed, granted, key, release, renew};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, attempt, key, release, renew,
+};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::harness::RemoteLock;
 
 /// A grant that is neither renewed nor released ends, so that a claim of another client is granted.
 pub async fn a_grant_ends_with_its_lease(context: &TestContext) {
     let (former, successor) = (context.client().await, context.client().await);
-    granted(&*former, &Claim::new(key("orders:42"), context.short_lease())).await;
+    assert_granted(&*former, &Claim::new(key("orders:42"), context.short_lease())).await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*successor, &claim).await;
-    freed(&*successor, &claim).await;
+    assert_freed(&*successor, &claim).await;
 }
 
 /// A grant lasts at least as long as the lease that the store returned, because its holder works
@@ -26,7 +28,7 @@ pub async fn a_grant_does_not_end_before_its_lease(context: &TestContext) {
     for _ in 0..3 {
         let claim = Claim::new(key("orders:42"), context.short_lease());
         let before = Instant::now();
-        let grant = granted(&*client, &claim).await;
+        let grant = assert_granted(&*client, &claim).await;
         let successor = Claim::new(key("orders:42"), context.long_lease());
         context.wait_until_granted(&*client, &successor).await;
         // Counted from before the request, because the store's lease cannot have begun earlier. The
@@ -34,14 +36,14 @@ pub async fn a_grant_does_not_end_before_its_lease(context: &TestContext) {
         let least = grant.lease - grant.lease / 100 - Duration::from_millis(2);
         let lasted = before.elapsed();
         assert!(lasted >= least, "the returned lease was {:?}, it lasted {lasted:?}", grant.lease);
-        freed(&*client, &successor).await;
+        assert_freed(&*client, &successor).await;
     }
 }
 
 /// Busy attempts of another claim do not extend the holder's lease.
 pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext) {
     let client = context.client().await;
-    granted(&*client, &Claim::new(key("orders:42"), context.short_lease())).await;
+    assert_granted(&*client, &Claim::new(key("orders:42"), context.short_lease())).await;
     let until = Instant::now() + context.short_lease() * 4 + context.max_wait();
     let successor = Claim::new(key("orders:42"), context.long_lease());
     // The pause is so short that the grant would never end if an attempt extended its lease.
@@ -49,7 +51,7 @@ pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext
         assert!(Instant::now() < until, "attempts extend the lease of a dead holder");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    freed(&*client, &successor).await;
+    assert_freed(&*client, &successor).await;
 }
 
 /// Once its successor holds the key, an expired claim cannot renew, release or acquire it. The
@@ -61,25 +63,25 @@ pub async fn an_expired_claim_does_not_affect_its_successor(context: &TestContex
     context.wait_until_granted(&*successor, &claim).await;
     assert_eq!(renew(&*former, &expired).await, Renewal::Gone);
     assert_eq!(release(&*former, &expired).await, Release::NotHeld);
-    busy(&*former, &expired).await;
+    assert_busy(&*former, &expired).await;
     assert!(
         matches!(renew(&*successor, &claim).await, Renewal::Renewed(_)),
         "the successor lost its grant"
     );
-    freed(&*successor, &claim).await;
+    assert_freed(&*successor, &claim).await;
 }
 
 /// `retry_after` of a busy answer is at most the holder's lease plus one second.
 pub async fn retry_after_is_at_most_the_lease_plus_one_second(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.short_lease()).await;
-    if let Attempt::Busy(refusal) =
+    if let Attempt::Busy(busy) =
         attempt(&*client, &Claim::new(key("orders:42"), context.long_lease())).await
     {
-        let retry_after = refusal.retry_after.unwrap_or_default();
+        let retry_after = busy.retry_after.unwrap_or_default();
         assert!(
             retry_after <= context.short_lease() + Duration::from_secs(1),
-            "{refusal:?} of a lease of {:?}",
+            "{busy:?} of a lease of {:?}",
             context.short_lease()
         );
     }
@@ -116,7 +118,7 @@ pub async fn a_slow_reply_shortens_the_validity_of_the_guard(context: &TestConte
 /// waiter.
 pub async fn a_waiter_acquires_the_lock_of_a_dead_holder(context: &TestContext) {
     let former = context.client().await;
-    granted(&*former, &Claim::new(key("orders:42"), context.short_lease())).await;
+    assert_granted(&*former, &Claim::new(key("orders:42"), context.short_lease())).await;
     let registry = context.registry().await;
     let wait = context.short_lease() * 4 + context.max_wait();
     let guard = registry.obtain("orders:42").try_lock_for(wait).await.expect("the store answers");

@@ -13,7 +13,9 @@ use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, release, unlock};
+use crate::context::{
+    TestContext, admin, assert_busy, assert_freed, assert_granted, is_free, key, release, unlock,
+};
 use crate::faulty::Faults;
 
 /// Exclusive claims of several clients that join the queue are granted in the order of their first
@@ -21,16 +23,16 @@ use crate::faulty::Faults;
 pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
     let claims: Vec<_> = (0..6).map(|_| queueing_claim(context, ClaimMode::Exclusive)).collect();
-    granted(&*clients[0], &claims[0]).await;
+    assert_granted(&*clients[0], &claims[0]).await;
     for (n, claim) in claims.iter().enumerate().skip(1) {
-        assert!(busy(&*clients[n % 3], claim).await.is_queued, "the waiter has no place");
+        assert!(assert_busy(&*clients[n % 3], claim).await.is_queued, "the waiter has no place");
     }
     for first in 0..claims.len() {
         for (n, claim) in claims.iter().enumerate().skip(first + 1).rev() {
-            busy(&*clients[n % 3], claim).await;
+            assert_busy(&*clients[n % 3], claim).await;
         }
-        granted(&*clients[first % 3], &claims[first]).await;
-        freed(&*clients[first % 3], &claims[first]).await;
+        assert_granted(&*clients[first % 3], &claims[first]).await;
+        assert_freed(&*clients[first % 3], &claims[first]).await;
     }
     assert!(is_free(&*clients[0], claims[0].key()).await, "a released claim holds the key");
 }
@@ -41,17 +43,17 @@ pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContex
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiter = queueing_claim(context, ClaimMode::Exclusive);
-    busy(&*second, &waiter).await;
-    freed(&*first, &holder).await;
+    assert_busy(&*second, &waiter).await;
+    assert_freed(&*first, &holder).await;
     for client in [&first, &second] {
         for queueing in [Queueing::Skip, Queueing::ExclusiveIntent] {
             let other = context.claim(ClaimMode::Exclusive).with_queueing(queueing);
-            busy(&**client, &other).await;
+            assert_busy(&**client, &other).await;
             assert_eq!(release(&**client, &other).await, Release::NotHeld);
         }
     }
-    granted(&*second, &waiter).await;
-    freed(&*second, &waiter).await;
+    assert_granted(&*second, &waiter).await;
+    assert_freed(&*second, &waiter).await;
 }
 
 /// The place of a waiter lapses if the waiter does not repeat its attempt within its lease. The
@@ -60,14 +62,14 @@ pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) 
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let dead = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
-    busy(&*second, &dead).await;
+    assert_busy(&*second, &dead).await;
     let next = queueing_claim(context, ClaimMode::Exclusive);
-    busy(&*second, &next).await;
-    freed(&*first, &holder).await;
-    busy(&*second, &next).await;
+    assert_busy(&*second, &next).await;
+    assert_freed(&*first, &holder).await;
+    assert_busy(&*second, &next).await;
     sleep(context.renewed_lease()).await;
     context.wait_until_granted(&*second, &next).await;
-    freed(&*second, &next).await;
+    assert_freed(&*second, &next).await;
     assert_eq!(release(&*second, &dead).await, Release::NotHeld);
     assert!(is_free(&*first, next.key()).await, "a lapsed place holds the key");
 }
@@ -77,20 +79,20 @@ pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestCon
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiter = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
-    busy(&*second, &waiter).await;
+    assert_busy(&*second, &waiter).await;
     let behind = queueing_claim(context, ClaimMode::Exclusive);
-    busy(&*first, &behind).await;
+    assert_busy(&*first, &behind).await;
     for _ in 0..9 {
         sleep(context.renewed_lease() / 4).await;
-        busy(&*second, &waiter).await;
+        assert_busy(&*second, &waiter).await;
     }
     sleep(context.renewed_lease() / 4).await;
-    freed(&*first, &holder).await;
-    busy(&*first, &behind).await;
-    granted(&*second, &waiter).await;
-    freed(&*second, &waiter).await;
-    granted(&*first, &behind).await;
-    freed(&*first, &behind).await;
+    assert_freed(&*first, &holder).await;
+    assert_busy(&*first, &behind).await;
+    assert_granted(&*second, &waiter).await;
+    assert_freed(&*second, &waiter).await;
+    assert_granted(&*first, &behind).await;
+    assert_freed(&*first, &behind).await;
 }
 
 /// Releasing a waiter removes it from any position of the queue, and the others keep their order.
@@ -100,18 +102,18 @@ pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiters: Vec<_> = (0..4).map(|_| queueing_claim(context, ClaimMode::Exclusive)).collect();
     for waiter in &waiters {
-        busy(&*second, waiter).await;
+        assert_busy(&*second, waiter).await;
     }
     assert_eq!(release(&*second, &waiters[0]).await, Release::NotHeld);
     assert_eq!(release(&*second, &waiters[2]).await, Release::NotHeld);
-    busy(&*second, &waiters[0]).await;
-    freed(&*first, &holder).await;
+    assert_busy(&*second, &waiters[0]).await;
+    assert_freed(&*first, &holder).await;
     for n in [1, 3, 0] {
         for other in [1, 3, 0].into_iter().skip_while(|other| *other != n).skip(1) {
-            busy(&*second, &waiters[other]).await;
+            assert_busy(&*second, &waiters[other]).await;
         }
-        granted(&*second, &waiters[n]).await;
-        freed(&*second, &waiters[n]).await;
+        assert_granted(&*second, &waiters[n]).await;
+        assert_freed(&*second, &waiters[n]).await;
     }
     assert!(is_free(&*first, holder.key()).await, "a released waiter has a place");
 }
@@ -120,18 +122,18 @@ pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
 pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.claim(ClaimMode::Exclusive).with_lease(context.short_lease());
-    granted(&*first, &holder).await;
+    assert_granted(&*first, &holder).await;
     let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
-        busy(&*second, waiter).await;
+        assert_busy(&*second, waiter).await;
     }
     context.wait_until_expired(&*first, &holder).await;
-    busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
-    busy(&*second, &waiters[1]).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
+    assert_busy(&*second, &waiters[1]).await;
     context.wait_until_granted(&*second, &waiters[0]).await;
-    freed(&*second, &waiters[0]).await;
-    granted(&*second, &waiters[1]).await;
-    freed(&*second, &waiters[1]).await;
+    assert_freed(&*second, &waiters[0]).await;
+    assert_granted(&*second, &waiters[1]).await;
+    assert_freed(&*second, &waiters[1]).await;
 }
 
 /// A forced release ends the grant and does not change the queue. `inspect` returns no waiters.
@@ -140,17 +142,17 @@ pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
     context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
-        busy(&*second, waiter).await;
+        assert_busy(&*second, waiter).await;
     }
     let inspect = async || admin(&*first).inspect(&key("orders:42")).await.expect("it answers");
     assert_eq!(inspect().await.len(), 1, "a waiter is returned as a holder");
     let released = admin(&*first).force_release(&key("orders:42")).await.expect("it answers");
     assert_eq!(released, Release::Freed);
     assert_eq!(inspect().await, []);
-    busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
     for waiter in &waiters {
-        granted(&*second, waiter).await;
-        freed(&*second, waiter).await;
+        assert_granted(&*second, waiter).await;
+        assert_freed(&*second, waiter).await;
     }
 }
 
@@ -161,17 +163,18 @@ pub async fn the_next_waiter_is_woken(context: &TestContext) {
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiters = [(); 3].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
-        busy(&*second, waiter).await;
+        assert_busy(&*second, waiter).await;
     }
-    assert_woken(context, &*second, &waiters[0], async { freed(&*first, &holder).await }).await;
-    granted(&*second, &waiters[0]).await;
-    freed(&*second, &waiters[0]).await;
+    assert_woken(context, &*second, &waiters[0], async { assert_freed(&*first, &holder).await })
+        .await;
+    assert_granted(&*second, &waiters[0]).await;
+    assert_freed(&*second, &waiters[0]).await;
     assert_woken(context, &*second, &waiters[2], async {
         assert_eq!(release(&*second, &waiters[1]).await, Release::NotHeld);
     })
     .await;
-    granted(&*second, &waiters[2]).await;
-    freed(&*second, &waiters[2]).await;
+    assert_granted(&*second, &waiters[2]).await;
+    assert_freed(&*second, &waiters[2]).await;
 }
 
 /// A reader that joins behind a waiting writer is granted after it. A reader that joined before the
@@ -184,25 +187,25 @@ pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &T
     let writer = queueing_claim(context, ClaimMode::Exclusive);
     let late = [(); 2].map(|()| queueing_claim(context, ClaimMode::Shared));
     for claim in early.iter().chain([&writer]).chain(&late) {
-        busy(&*second, claim).await;
+        assert_busy(&*second, claim).await;
     }
-    freed(&*first, &holder).await;
-    busy(&*second, &late[0]).await;
-    busy(&*second, &writer).await;
-    granted(&*second, &early[1]).await;
-    granted(&*second, &early[0]).await;
-    busy(&*second, &late[1]).await;
-    freed(&*second, &early[0]).await;
-    busy(&*second, &writer).await;
-    freed(&*second, &early[1]).await;
-    busy(&*second, &late[0]).await;
-    granted(&*second, &writer).await;
-    busy(&*second, &late[0]).await;
-    freed(&*second, &writer).await;
-    granted(&*second, &late[1]).await;
-    granted(&*second, &late[0]).await;
-    freed(&*second, &late[1]).await;
-    freed(&*second, &late[0]).await;
+    assert_freed(&*first, &holder).await;
+    assert_busy(&*second, &late[0]).await;
+    assert_busy(&*second, &writer).await;
+    assert_granted(&*second, &early[1]).await;
+    assert_granted(&*second, &early[0]).await;
+    assert_busy(&*second, &late[1]).await;
+    assert_freed(&*second, &early[0]).await;
+    assert_busy(&*second, &writer).await;
+    assert_freed(&*second, &early[1]).await;
+    assert_busy(&*second, &late[0]).await;
+    assert_granted(&*second, &writer).await;
+    assert_busy(&*second, &late[0]).await;
+    assert_freed(&*second, &writer).await;
+    assert_granted(&*second, &late[1]).await;
+    assert_granted(&*second, &late[0]).await;
+    assert_freed(&*second, &late[1]).await;
+    assert_freed(&*second, &late[0]).await;
 }
 
 /// Claims for permits that join the queue are granted in the order of arrival: a claim for one unit
@@ -212,18 +215,18 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, permit(2)).await;
     let three = queueing_claim(context, permit(3));
-    assert!(busy(&*second, &three).await.is_queued, "the waiter has no place");
+    assert!(assert_busy(&*second, &three).await.is_queued, "the waiter has no place");
     let one = queueing_claim(context, permit(1));
-    busy(&*first, &one).await;
-    busy(&*first, &context.claim(permit(1))).await;
-    freed(&*first, &holder).await;
-    busy(&*first, &one).await;
-    granted(&*second, &three).await;
-    freed(&*second, &three).await;
-    granted(&*first, &one).await;
+    assert_busy(&*first, &one).await;
+    assert_busy(&*first, &context.claim(permit(1))).await;
+    assert_freed(&*first, &holder).await;
+    assert_busy(&*first, &one).await;
+    assert_granted(&*second, &three).await;
+    assert_freed(&*second, &three).await;
+    assert_granted(&*first, &one).await;
     let last = context.held_in(&*second, permit(2)).await;
-    freed(&*second, &last).await;
-    freed(&*first, &one).await;
+    assert_freed(&*second, &last).await;
+    assert_freed(&*first, &one).await;
 }
 
 /// A claim that joins the queue of a free key is granted at once. If it repeats its acquire, it
@@ -232,10 +235,10 @@ pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestCont
     let client = context.client().await;
     for _ in 0..3 {
         let claim = queueing_claim(context, ClaimMode::Exclusive);
-        let token = granted(&*client, &claim).await.token;
-        let again = granted(&*client, &claim).await;
+        let token = assert_granted(&*client, &claim).await.token;
+        let again = assert_granted(&*client, &claim).await;
         assert!(!context.capabilities().fencing || again.token == token, "{again:?}");
-        freed(&*client, &claim).await;
+        assert_freed(&*client, &claim).await;
         assert!(is_free(&*client, claim.key()).await, "a granted claim keeps its place");
     }
 }
@@ -338,9 +341,9 @@ pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestC
     let holder = context.held_in(&*dead, ClaimMode::Exclusive).await;
     let dead_waiter =
         queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
-    busy(&*dead, &dead_waiter).await;
+    assert_busy(&*dead, &dead_waiter).await;
     let caller = spawn_fair_lock(&waiting);
-    freed(&*dead, &holder).await;
+    assert_freed(&*dead, &holder).await;
     let limit = context.renewed_lease() + context.max_wait();
     let guard = timeout(limit, caller).await.expect("the place of the dead waiter lapses");
     unlock(guard.expect("no panic")).await;
@@ -422,8 +425,8 @@ async fn assert_woken(
     claim: &Claim,
     change: impl Future<Output = ()>,
 ) {
-    let refusal = busy(client, claim).await;
-    let wait = timeout(context.max_wait(), client.wait(claim, &refusal));
+    let busy = assert_busy(client, claim).await;
+    let wait = timeout(context.max_wait(), client.wait(claim, &busy));
     let later = async {
         sleep(Duration::from_millis(50)).await;
         change.await;

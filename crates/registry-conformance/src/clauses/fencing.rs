@@ -5,14 +5,16 @@ use std::sync::Arc;
 
 use registry_core::{Claim, FencingToken, LockBackend};
 
-use crate::context::{TestContext, admin, busy, freed, granted, key, renew, renewed};
+use crate::context::{
+    TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, key, renew,
+};
 
 /// Each grant has a token, and a later grant of the same key has a larger one.
 pub async fn every_grant_has_a_token(context: &TestContext) {
     let client = context.client().await;
     let mut tokens = Vec::new();
     for name in ["orders:1", "orders:2", "orders:1"] {
-        tokens.push(take_and_release(context, &*client, name, 1).await);
+        tokens.push(acquire_and_release(context, &*client, name, 1).await);
     }
     assert!(tokens[2] > tokens[0], "{tokens:?}");
 }
@@ -21,10 +23,10 @@ pub async fn every_grant_has_a_token(context: &TestContext) {
 /// key.
 pub async fn tokens_increase_after_a_release(context: &TestContext) {
     let client = context.client().await;
-    let mut last = take_and_release(context, &*client, "orders:42", 1).await;
+    let mut last = acquire_and_release(context, &*client, "orders:42", 1).await;
     // Without pauses, so that a token clock with too coarse a resolution would repeat a token.
     for _ in 0..200 {
-        let next = take_and_release(context, &*client, "orders:42", 1).await;
+        let next = acquire_and_release(context, &*client, "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
@@ -33,9 +35,9 @@ pub async fn tokens_increase_after_a_release(context: &TestContext) {
 /// The tokens of a key increase while three clients acquire and release it in turn.
 pub async fn tokens_increase_across_clients(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
-    let mut last = take_and_release(context, &*clients[0], "orders:42", 1).await;
+    let mut last = acquire_and_release(context, &*clients[0], "orders:42", 1).await;
     for n in 1..60 {
-        let next = take_and_release(context, &*clients[n % 3], "orders:42", 1).await;
+        let next = acquire_and_release(context, &*clients[n % 3], "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
@@ -45,11 +47,11 @@ pub async fn tokens_increase_across_clients(context: &TestContext) {
 pub async fn tokens_increase_after_an_expiry(context: &TestContext) {
     let client = context.client().await;
     let expiring = Claim::new(key("orders:42"), context.short_lease());
-    let last = granted(&*client, &expiring).await.token;
+    let last = assert_granted(&*client, &expiring).await.token;
     let successor = Claim::new(key("orders:42"), context.long_lease());
     let next = context.wait_until_granted(&*client, &successor).await.token;
     assert!(next > last, "{next} after {last}");
-    freed(&*client, &successor).await;
+    assert_freed(&*client, &successor).await;
 }
 
 /// The grant that follows a forced release has a larger token, because the former holder may still
@@ -57,9 +59,9 @@ pub async fn tokens_increase_after_an_expiry(context: &TestContext) {
 pub async fn tokens_increase_after_a_forced_release(context: &TestContext) {
     let client = context.client().await;
     let broken = Claim::new(key("orders:42"), context.long_lease());
-    let last = granted(&*client, &broken).await.token;
+    let last = assert_granted(&*client, &broken).await.token;
     admin(&*client).force_release(broken.key()).await.expect("a held lock is broken");
-    let next = take_and_release(context, &*client, "orders:42", 1).await;
+    let next = acquire_and_release(context, &*client, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
@@ -67,11 +69,11 @@ pub async fn tokens_increase_after_a_forced_release(context: &TestContext) {
 pub async fn tokens_increase_when_one_claim_is_granted_again(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let last = granted(&*client, &claim).await.token;
-    freed(&*client, &claim).await;
-    let next = granted(&*client, &claim).await.token;
+    let last = assert_granted(&*client, &claim).await.token;
+    assert_freed(&*client, &claim).await;
+    let next = assert_granted(&*client, &claim).await.token;
     assert!(next > last, "{next} after {last}");
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// After a restart with data, the next token is larger than all tokens that were used before.
@@ -79,10 +81,10 @@ pub async fn tokens_increase_after_a_restart(context: &TestContext) {
     let client = context.client().await;
     // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
     let block = if context.capabilities().fair { 1 } else { 1_000 };
-    let last = take_and_release(context, &*client, "orders:42", block).await;
+    let last = acquire_and_release(context, &*client, "orders:42", block).await;
     close_client(client).await;
     context.restart().await;
-    let next = take_and_release(context, &*context.client().await, "orders:42", 1).await;
+    let next = acquire_and_release(context, &*context.client().await, "orders:42", 1).await;
     let free_from = last.get() + u64::from(block);
     assert!(next.get() >= free_from, "{next} after {last} and its block of {block}");
 }
@@ -91,10 +93,10 @@ pub async fn tokens_increase_after_a_restart(context: &TestContext) {
 /// its tokens from its clock, not only from its data.
 pub async fn tokens_increase_after_a_restart_without_data(context: &TestContext) {
     let client = context.client().await;
-    let last = take_and_release(context, &*client, "orders:42", 1).await;
+    let last = acquire_and_release(context, &*client, "orders:42", 1).await;
     close_client(client).await;
     context.wipe().await;
-    let next = take_and_release(context, &*context.client().await, "orders:42", 1).await;
+    let next = acquire_and_release(context, &*context.client().await, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
@@ -104,10 +106,10 @@ pub async fn a_repeated_acquire_has_the_same_token(context: &TestContext) {
     let first = context.client().await;
     let second = context.another_client(&first).await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(5);
-    let grant = granted(&*first, &claim).await;
-    assert_eq!(granted(&*first, &claim).await.token, grant.token);
-    assert_eq!(granted(&*second, &claim).await.token, grant.token);
-    freed(&*first, &claim).await;
+    let grant = assert_granted(&*first, &claim).await;
+    assert_eq!(assert_granted(&*first, &claim).await.token, grant.token);
+    assert_eq!(assert_granted(&*second, &claim).await.token, grant.token);
+    assert_freed(&*first, &claim).await;
 }
 
 /// A holder's token does not change when the holder renews or repeats its acquire, or when other
@@ -115,15 +117,18 @@ pub async fn a_repeated_acquire_has_the_same_token(context: &TestContext) {
 pub async fn a_holder_keeps_its_token(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let grant = granted(&*client, &claim).await;
+    let grant = assert_granted(&*client, &claim).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders:42"), context.long_lease()).with_token_block(100))
-            .await;
-        renewed(&*client, &claim).await;
+        assert_busy(
+            &*client,
+            &Claim::new(key("orders:42"), context.long_lease()).with_token_block(100),
+        )
+        .await;
+        assert_renewed(&*client, &claim).await;
         renew(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
-    assert_eq!(granted(&*client, &claim).await.token, grant.token);
-    freed(&*client, &claim).await;
+    assert_eq!(assert_granted(&*client, &claim).await.token, grant.token);
+    assert_freed(&*client, &claim).await;
 }
 
 /// No grant receives a token of a block that an earlier grant reserved. The holder uses these
@@ -133,7 +138,7 @@ pub async fn a_reserved_block_of_tokens_is_issued_to_no_other_grant(context: &Te
     let clients = [context.client().await, context.client().await];
     let mut free_from = 0;
     for (n, block) in [1, 33, 1_000_000, 2, 1].into_iter().enumerate() {
-        let next = take_and_release(context, &*clients[n % 2], "orders:42", block).await;
+        let next = acquire_and_release(context, &*clients[n % 2], "orders:42", block).await;
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
@@ -143,9 +148,9 @@ pub async fn a_reserved_block_of_tokens_is_issued_to_no_other_grant(context: &Te
     {
         let client = &*clients[n % 2];
         let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(block);
-        let next = granted(client, &claim).await.token;
+        let next = assert_granted(client, &claim).await.token;
         assert!(next.get() >= free_from, "{next} was used: {free_from} is the first free token");
-        freed(client, &claim.with_token_block(used)).await;
+        assert_freed(client, &claim.with_token_block(used)).await;
         free_from = next.get() + u64::from(used);
     }
 }
@@ -156,14 +161,14 @@ pub async fn a_reserved_block_of_tokens_stays_reserved_after_an_expiry(context: 
     let client = context.client().await;
     let block = 1_000_000;
     let expiring = Claim::new(key("orders:42"), context.short_lease()).with_token_block(block);
-    let last = granted(&*client, &expiring).await.token;
+    let last = assert_granted(&*client, &expiring).await.token;
     let successor = Claim::new(key("orders:42"), context.long_lease());
     let next = context.wait_until_granted(&*client, &successor).await.token;
     assert!(
         next.get() >= last.get() + u64::from(block),
         "{next} after {last} and its block of {block}"
     );
-    freed(&*client, &successor).await;
+    assert_freed(&*client, &successor).await;
 }
 
 /// The guards of two processes that lock a key in turn have increasing tokens.
@@ -203,15 +208,15 @@ pub async fn waiters_of_two_processes_have_increasing_tokens(context: &TestConte
     assert!(tokens.is_sorted_by(|one, next| one < next), "in the order of the guards: {tokens:?}");
 }
 
-async fn take_and_release(
+async fn acquire_and_release(
     context: &TestContext,
     client: &dyn LockBackend,
     name: &str,
     block: u32,
 ) -> FencingToken {
     let claim = Claim::new(key(name), context.long_lease()).with_token_block(block);
-    let grant = granted(client, &claim).await;
-    freed(client, &claim).await;
+    let grant = assert_granted(client, &claim).await;
+    assert_freed(client, &claim).await;
     grant.token
 }
 

@@ -103,7 +103,7 @@ pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
 /// A lock that was handed over is renewed, stays held beyond its lease, and can be unlocked.
 pub async fn a_handed_over_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is acquired");
     let mut second = Box::pin(lock.lock());

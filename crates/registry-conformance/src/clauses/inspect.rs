@@ -9,8 +9,8 @@ use registry_core::{
 use tokio::time::timeout;
 
 use crate::context::{
-    TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew, renewed,
-    unlock,
+    TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt, is_free,
+    key, release, renew, unlock,
 };
 
 /// `inspect` through another client returns the key of the holder, and its token if the store has
@@ -19,7 +19,7 @@ pub async fn inspect_returns_the_holder(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim =
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:1".into()));
-    let grant = granted(&*first, &claim).await;
+    let grant = assert_granted(&*first, &claim).await;
     let holder = inspect(&*second, "orders:42").await.expect("it is held");
     assert_eq!(&holder.key, claim.key());
     assert!(holder.token.is_none_or(|token| token == grant.token), "{holder:?} of {grant:?}");
@@ -29,7 +29,7 @@ pub async fn inspect_returns_the_holder(context: &TestContext) {
     if let Some(left) = holder.lease_left {
         assert!(left > Duration::ZERO && left <= context.long_lease(), "{holder:?}");
     }
-    freed(&*first, &claim).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A store with labels returns each label as it was given, and `None` for a holder without a label.
@@ -40,16 +40,16 @@ pub async fn labels_are_returned_unchanged(context: &TestContext) {
     for label in ["host:1", "", "nightly \"report\" 🔒\n\0'", &longest] {
         let claim =
             Claim::new(key("orders:42"), context.long_lease()).with_label(Some(label.into()));
-        granted(&*client, &claim).await;
+        assert_granted(&*client, &claim).await;
         let holder = inspect(&*client, "orders:42").await.expect("it is held");
         // Some stores cannot distinguish an empty label from none.
         assert_eq!(holder.label.unwrap_or_default(), label);
-        freed(&*client, &claim).await;
+        assert_freed(&*client, &claim).await;
     }
     let claim = context.held_claim(&*client, context.long_lease()).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
     assert_eq!(holder.label, None, "a holder without a label has one");
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A renewal changes the remaining lease of the holder, but neither its token nor its label.
@@ -57,8 +57,8 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
     let client = context.client().await;
     let claim =
         Claim::new(key("orders:42"), context.renewed_lease()).with_label(Some("host:1".into()));
-    let grant = granted(&*client, &claim).await;
-    renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
+    let grant = assert_granted(&*client, &claim).await;
+    assert_renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
     if let Some(left) = holder.lease_left {
         assert!(left > context.renewed_lease(), "{holder:?}");
@@ -69,7 +69,7 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
     if context.capabilities().labels {
         assert_eq!(holder.label.as_deref(), Some("host:1"));
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// `inspect` returns `None` for a key that was never held, was released, or has expired. `list`
@@ -78,7 +78,7 @@ pub async fn inspect_returns_none_for_a_free_key(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
     let claim = context.held_claim(&*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &claim).await;
@@ -109,12 +109,12 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     let mut held: HashMap<String, (Claim, FencingToken)> = HashMap::new();
     for n in 0..30 {
         let claim = Claim::new(key(&format!("orders:n{n}")), context.long_lease());
-        let grant = granted(holding(n), &claim).await;
+        let grant = assert_granted(holding(n), &claim).await;
         held.insert(claim.key().to_string(), (claim, grant.token));
     }
     for n in (0..30).step_by(3) {
         let (claim, _) = held.remove(&format!("orders:n{n}")).expect("the value was set");
-        freed(holding(n), &claim).await;
+        assert_freed(holding(n), &claim).await;
     }
     let listed = admin(&*first).list().await.expect("list answers");
     assert_eq!(listed.len(), held.len(), "{listed:?}");
@@ -125,7 +125,7 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     }
     for n in 0..30 {
         if let Some((claim, _)) = held.remove(&format!("orders:n{n}")) {
-            freed(holding(n), &claim).await;
+            assert_freed(holding(n), &claim).await;
         }
     }
 }
@@ -135,15 +135,15 @@ pub async fn a_holder_named_in_a_busy_answer_is_the_current_one(context: &TestCo
     let client = context.client().await;
     let claim =
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:1".into()));
-    let grant = granted(&*client, &claim).await;
+    let grant = assert_granted(&*client, &claim).await;
     let refused =
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:2".into()));
-    if let Some(holder) = busy(&*client, &refused).await.holder {
+    if let Some(holder) = assert_busy(&*client, &refused).await.holder {
         assert_eq!(&holder.key, claim.key());
         assert!(holder.token.is_none_or(|token| token == grant.token), "{holder:?} of {grant:?}");
         assert!(holder.label.as_deref().is_none_or(|label| label == "host:1"), "{holder:?}");
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// `force_release` through another client returns `Freed`, and the key can be acquired at once.
@@ -152,7 +152,7 @@ pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
     context.held_claim(&*holding, context.long_lease()).await;
     assert_eq!(force_release(&*operator, "orders:42").await, Release::Freed);
     let next = context.held_claim(&*holding, context.long_lease()).await;
-    freed(&*holding, &next).await;
+    assert_freed(&*holding, &next).await;
 }
 
 /// After a forced release, renewing the old claim returns `Gone`, and releasing it returns
@@ -166,7 +166,7 @@ pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
     let next = context.held_claim(&*client, context.long_lease()).await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
-    freed(&*client, &next).await;
+    assert_freed(&*client, &next).await;
 }
 
 /// `force_release` of a free key returns `NotHeld` and leaves other keys held.
@@ -175,8 +175,8 @@ pub async fn a_forced_release_of_a_free_key_frees_nothing(context: &TestContext)
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
     let claim = context.held_claim(&*client, context.long_lease()).await;
     assert_eq!(force_release(&*client, "orders:43").await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &claim).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
 }
 
@@ -184,11 +184,11 @@ pub async fn a_forced_release_of_a_free_key_frees_nothing(context: &TestContext)
 /// the `wait`.
 pub async fn a_forced_release_ends_a_wait(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    granted(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_granted(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
     let waiter = Claim::new(key("orders:42"), context.long_lease());
-    let refusal = busy(&*second, &waiter).await;
+    let busy = assert_busy(&*second, &waiter).await;
     force_release(&*first, "orders:42").await;
-    timeout(context.max_wait(), second.wait(&waiter, &refusal))
+    timeout(context.max_wait(), second.wait(&waiter, &busy))
         .await
         .expect("a forced release ends the wait");
 }
@@ -199,13 +199,13 @@ pub async fn namespaces_share_no_locks(context: &TestContext) {
     let (local, remote) = (context.client().await, context.other_namespace().await);
     let own_claim = Claim::new(key("orders:42"), context.long_lease());
     let other_claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*local, &own_claim).await;
-    granted(&*remote, &other_claim).await;
+    assert_granted(&*local, &own_claim).await;
+    assert_granted(&*remote, &other_claim).await;
     assert_eq!(release(&*remote, &own_claim).await, Release::NotHeld);
     assert_eq!(renew(&*remote, &own_claim).await, Renewal::Gone);
-    freed(&*remote, &other_claim).await;
-    busy(&*local, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*local, &own_claim).await;
+    assert_freed(&*remote, &other_claim).await;
+    assert_busy(&*local, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*local, &own_claim).await;
 }
 
 /// `list`, `inspect` and `force_release` do not reach the keys of another namespace.
@@ -216,7 +216,7 @@ pub async fn inspection_and_forced_release_do_not_cross_namespaces(context: &Tes
     assert_eq!(inspect(&*remote, "orders:42").await, None);
     assert_eq!(force_release(&*remote, "orders:42").await, Release::NotHeld);
     assert_eq!(admin(&*local).list().await.expect("list answers").len(), 1);
-    freed(&*local, &claim).await;
+    assert_freed(&*local, &claim).await;
 }
 
 /// `holders` of a lock and `list` of a registry return the current holder, with its label and token
@@ -246,7 +246,7 @@ pub async fn holders_and_list_return_the_current_holder(context: &TestContext) {
 /// the second time. The holder's guard is lost with `LostReason::Gone`, and the key is free.
 pub async fn a_forced_release_frees_the_lock_and_ends_the_guard(context: &TestContext) {
     let (holding, operator) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     assert!(
         operator.force_release("orders:42").await.expect("force_release answers"),
@@ -265,7 +265,7 @@ pub async fn a_forced_release_frees_the_lock_and_ends_the_guard(context: &TestCo
 /// A waiter acquires a lock after a forced release, without waiting for the end of the lease.
 pub async fn a_waiter_acquires_the_lock_after_a_forced_release(context: &TestContext) {
     let (holding, waiting) = (context.client().await, context.registry().await);
-    granted(&*holding, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_granted(&*holding, &Claim::new(key("orders:42"), context.long_lease())).await;
     let lock = waiting.obtain("orders:42");
     let (guard, broken) =
         futures_util::future::join(lock.try_lock_for(context.max_wait()), async {

@@ -8,18 +8,20 @@ use registry_core::{
 };
 use tokio::time::Instant;
 
-use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, release};
+use crate::context::{
+    TestContext, admin, assert_busy, assert_freed, assert_granted, is_free, key, release,
+};
 use crate::faulty::Faults;
 
 /// Keys with punctuation, control characters, white space or any script are different locks.
 pub async fn keys_with_special_characters_are_different_locks(context: &TestContext) {
-    all_different(context, special_keys()).await;
+    assert_all_different(context, special_keys()).await;
 }
 
 /// Keys that differ only in case, white space, Unicode normalisation or similar letters are
 /// different locks. Collations and file systems often treat such texts as equal.
 pub async fn similar_keys_are_different_locks(context: &TestContext) {
-    all_different(context, similar_keys()).await;
+    assert_all_different(context, similar_keys()).await;
 }
 
 /// The longest keys are different locks even if only their last characters differ, because the
@@ -29,7 +31,7 @@ pub async fn the_longest_keys_are_different_locks(context: &TestContext) {
     let wide = "🔒".repeat(Key::BYTES_MAX / 4 - 1);
     let mut keys: Vec<_> = ["a", "b", "A", "/", "\0", ""].map(|end| format!("{stem}{end}")).into();
     keys.extend(["🔒", "🔓", "aaaa", "aaab"].map(|end| format!("{wide}{end}")));
-    all_different(context, keys).await;
+    assert_all_different(context, keys).await;
 }
 
 /// Keys that contain separators of store names, such as `/`, `:` or `%`, are different locks.
@@ -45,7 +47,7 @@ pub async fn keys_made_of_separators_are_different_locks(context: &TestContext) 
             format!("a{separator}{separator}b"),
         ]);
     }
-    all_different(context, keys).await;
+    assert_all_different(context, keys).await;
 }
 
 /// 252 short keys are different locks, so a store's hashing or escaping causes no collision.
@@ -58,11 +60,11 @@ pub async fn many_short_keys_are_different_locks(context: &TestContext) {
             keys.extend(parts.map(|three| format!("{one}{two}{three}")));
         }
     }
-    all_different(context, keys).await;
+    assert_all_different(context, keys).await;
 }
 
 /// Acquires all of `keys`, checks that each is busy, then releases each and checks that it is free.
-async fn all_different(context: &TestContext, keys: Vec<String>) {
+async fn assert_all_different(context: &TestContext, keys: Vec<String>) {
     let client = context.client().await;
     let distinct: HashSet<_> = keys.iter().collect();
     assert_eq!(distinct.len(), keys.len(), "the clause names no key twice");
@@ -76,16 +78,16 @@ async fn all_different(context: &TestContext, keys: Vec<String>) {
     assert!(!claims.is_empty(), "the layout accepts none of {keys:?}");
     let mut renewed_at = Instant::now();
     for (number, claim) in claims.iter().enumerate() {
-        granted(&*client, claim).await;
+        assert_granted(&*client, claim).await;
         renew_if_due(&*client, &claims[..=number], &mut renewed_at).await;
     }
     for claim in &claims {
-        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        assert_busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
         renew_if_due(&*client, &claims, &mut renewed_at).await;
     }
     for (number, claim) in claims.iter().enumerate() {
         renew_if_due(&*client, &claims[number..], &mut renewed_at).await;
-        freed(&*client, claim).await;
+        assert_freed(&*client, claim).await;
         assert!(is_free(&*client, claim.key()).await, "{:?} is not free", claim.key());
         assert_eq!(release(&*client, claim).await, Release::NotHeld);
     }
@@ -117,7 +119,7 @@ pub async fn keys_are_returned_unchanged(context: &TestContext) {
         .map(|key| Claim::new(key, context.long_lease()))
         .collect();
     for claim in &claims {
-        granted(&*client, claim).await;
+        assert_granted(&*client, claim).await;
         let holders = admin(&*client).inspect(claim.key()).await.expect("inspect answers");
         assert_eq!(holders.first().map(|holder| &holder.key), Some(claim.key()));
     }
@@ -131,7 +133,7 @@ pub async fn keys_are_returned_unchanged(context: &TestContext) {
     let requested: HashSet<Key> = claims.iter().map(|claim| claim.key().clone()).collect();
     assert_eq!(listed, requested);
     for claim in &claims {
-        freed(&*client, claim).await;
+        assert_freed(&*client, claim).await;
     }
 }
 
@@ -156,26 +158,26 @@ pub async fn keys_with_special_characters_can_be_locked_and_unlocked(context: &T
 /// The empty key returns `LockError::InvalidKey` from each call that locks or inspects, before any
 /// request to the store.
 pub async fn an_empty_key_is_refused_before_any_request(context: &TestContext) {
-    refused_everywhere(context, "", |why| matches!(why, InvalidKey::Empty)).await;
+    assert_refused_everywhere(context, "", |why| matches!(why, InvalidKey::Empty)).await;
 }
 
 /// A key with more than `Key::BYTES_MAX` bytes returns `LockError::InvalidKey` from each call that
 /// locks or inspects, before any request to the store.
 pub async fn a_key_that_is_too_long_is_refused_before_any_request(context: &TestContext) {
     let long = "x".repeat(Key::BYTES_MAX + 1);
-    refused_everywhere(context, &long, |why| {
+    assert_refused_everywhere(context, &long, |why| {
         matches!(why, InvalidKey::TooLong { bytes: 4_097, .. })
     })
     .await;
     // The limit counts bytes, not characters.
     let wide = "é".repeat(Key::BYTES_MAX / 2 + 1);
-    refused_everywhere(context, &wide, |why| {
+    assert_refused_everywhere(context, &wide, |why| {
         matches!(why, InvalidKey::TooLong { bytes: 4_098, .. })
     })
     .await;
 }
 
-async fn refused_everywhere(
+async fn assert_refused_everywhere(
     context: &TestContext,
     name: &str,
     expected: impl Fn(&InvalidKey) -> bool,

@@ -15,7 +15,7 @@ use crate::faulty::{Fault, Faults, Operation};
 /// If the store no longer has a claim, `lost` returns `LostReason::Gone`, after the next renewal at
 /// the latest.
 pub async fn a_holder_is_notified_when_its_claim_is_gone(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     let reason = timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported");
@@ -26,7 +26,7 @@ pub async fn a_holder_is_notified_when_its_claim_is_gone(context: &TestContext) 
 /// After a loss, every call of `lost` returns at once, `is_held` is false, and no validity is left.
 /// `renew`, `reenter` and `unlock` return `LockError::Lost`.
 pub async fn a_lost_lock_stays_lost(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     guard.lost().await;
@@ -46,7 +46,7 @@ pub async fn a_lost_lock_stays_lost(context: &TestContext) {
 
 /// Unlocking or dropping a guard is not reported as a loss to a pending `lost` future.
 pub async fn a_released_lock_is_not_reported_as_lost(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let lock = registry.obtain("orders:42");
     let (first, second) =
         (lock.lock().await.expect("a free lock is acquired"), registry.obtain("orders:43"));
@@ -62,7 +62,7 @@ pub async fn a_released_lock_is_not_reported_as_lost(context: &TestContext) {
 
 /// `lost` stays pending while the lock is renewed, for twice the lease.
 pub async fn a_held_lock_is_not_reported_as_lost(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let early = timeout(context.renewed_lease() * 2, guard.lost()).await;
     assert!(early.is_err(), "reported as lost: {early:?}");
@@ -208,7 +208,7 @@ pub async fn a_lost_lock_does_not_block_other_callers_of_its_process(context: &T
 
 /// When the lock is lost, `protect` drops the work and returns `LockError::Lost`.
 pub async fn protect_stops_the_work_when_the_lock_is_lost(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let work = guard.protect(async {
         context.break_claim(guard.claim()).await;
@@ -235,7 +235,7 @@ pub async fn protect_returns_the_output_of_completed_work(context: &TestContext)
 
 /// If the lock is already lost, `protect` returns `LockError::Lost` without polling the work.
 pub async fn protect_does_not_start_work_under_a_lost_lock(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     guard.lost().await;
@@ -246,7 +246,7 @@ pub async fn protect_does_not_start_work_under_a_lost_lock(context: &TestContext
 /// When the lock is lost, `execute_locked` drops the work and returns `LockError::Lost`. The key
 /// can then be acquired again.
 pub async fn execute_locked_stops_the_work_when_the_lock_is_lost(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let work = registry.execute_locked("orders:42", async |guard| {
         context.break_claim(guard.claim()).await;
         std::future::pending::<()>().await;

@@ -6,7 +6,7 @@ use registry_core::once::{CatchUp, Outcome, Run, Tick};
 use registry_core::{Claim, LockError, LockOptions, LockRegistryExt as _, Registry};
 use tokio::sync::oneshot;
 
-use crate::context::{TestContext, granted, key};
+use crate::context::{TestContext, assert_granted, key};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
@@ -94,7 +94,7 @@ pub async fn a_failed_run_leaves_the_tick_available(context: &TestContext) {
 /// A run whose process dies leaves its tick undone. Another process runs it after the lease.
 pub async fn the_tick_of_a_dead_process_runs_after_its_lease(context: &TestContext) {
     let dead = context.client().await;
-    granted(&*dead, &Claim::new(key("report"), context.short_lease())).await;
+    assert_granted(&*dead, &Claim::new(key("report"), context.short_lease())).await;
     let registry = context.registry().await;
     let wait = context.short_lease() * 4 + context.max_wait();
     let job = registry.once("report").tick(7).options(LockOptions::new().wait(wait));

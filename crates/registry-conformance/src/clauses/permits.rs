@@ -18,8 +18,8 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew,
-    renewed, unlock,
+    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt,
+    is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
@@ -34,15 +34,15 @@ pub async fn permits_are_granted_until_all_units_are_taken(context: &TestContext
         permits.push((client, context.held_in(&**client, permit(take, 4)).await));
     }
     for client in &clients {
-        busy(&**client, &context.claim(permit(1, 4))).await;
+        assert_busy(&**client, &context.claim(permit(1, 4))).await;
     }
     let (client, released) = &permits[2];
-    freed(&***client, released).await;
+    assert_freed(&***client, released).await;
     let next = context.held_in(&*clients[1], permit(1, 4)).await;
-    busy(&*clients[0], &context.claim(permit(1, 4))).await;
-    freed(&*clients[1], &next).await;
+    assert_busy(&*clients[0], &context.claim(permit(1, 4))).await;
+    assert_freed(&*clients[1], &next).await;
     for (client, permit) in &permits[..2] {
-        freed(&***client, permit).await;
+        assert_freed(&***client, permit).await;
     }
     assert!(is_free(&*clients[0], next.key()).await, "a released permit holds the key");
 }
@@ -53,19 +53,19 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(3, 5)).await;
     for take in [3, 4, 5] {
-        let refusal = busy(&*second, &context.claim(permit(take, 5))).await;
-        assert!(!refusal.is_queued, "a claim that skips the queue has a place: {refusal:?}");
-        assert_eq!(refusal.other_units, None);
+        let busy = assert_busy(&*second, &context.claim(permit(take, 5))).await;
+        assert!(!busy.is_queued, "a claim that skips the queue has a place: {busy:?}");
+        assert_eq!(busy.other_units, None);
     }
     let fitting = context.held_in(&*second, permit(2, 5)).await;
-    busy(&*second, &context.claim(permit(1, 5))).await;
-    freed(&*first, &held).await;
+    assert_busy(&*second, &context.claim(permit(1, 5))).await;
+    assert_freed(&*first, &held).await;
     let three = context.held_in(&*first, permit(3, 5)).await;
-    freed(&*first, &three).await;
-    freed(&*second, &fitting).await;
+    assert_freed(&*first, &three).await;
+    assert_freed(&*second, &fitting).await;
     let all = context.held_in(&*second, permit(5, 5)).await;
-    busy(&*first, &context.claim(permit(1, 5))).await;
-    freed(&*second, &all).await;
+    assert_busy(&*first, &context.claim(permit(1, 5))).await;
+    assert_freed(&*second, &all).await;
 }
 
 /// Of many concurrent claims of three clients, with different numbers of units, the granted ones
@@ -88,7 +88,7 @@ pub async fn concurrent_takers_never_exceed_the_units(context: &TestContext) {
                 }
                 grants += 1;
                 section.share(claim.mode().units() as usize, 5, yield_now()).await;
-                freed(&*client, &claim).await;
+                assert_freed(&*client, &claim).await;
             }
             grants
         });
@@ -110,7 +110,7 @@ pub async fn of_many_concurrent_permits_as_many_as_fit_are_granted(context: &Tes
     let permits: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
     assert_eq!(permits.len(), 5, "{permits:?}");
     for permit in &permits {
-        freed(&*client, permit).await;
+        assert_freed(&*client, permit).await;
     }
     assert!(is_free(&*client, &key("orders:42")).await, "a released permit holds the key");
 }
@@ -119,19 +119,19 @@ pub async fn of_many_concurrent_permits_as_many_as_fit_are_granted(context: &Tes
 pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
     let client = context.client().await;
     let held = context.claim(permit(2, 4));
-    let token = granted(&*client, &held).await.token;
+    let token = assert_granted(&*client, &held).await.token;
     for _ in 0..2 {
-        let again = granted(&*client, &held).await;
+        let again = assert_granted(&*client, &held).await;
         assert!(!context.capabilities().fencing || again.token == token, "{again:?}");
     }
     let other = context.held_in(&*client, permit(2, 4)).await;
-    granted(&*client, &held).await;
-    freed(&*client, &held).await;
+    assert_granted(&*client, &held).await;
+    assert_freed(&*client, &held).await;
     assert_eq!(release(&*client, &held).await, Release::NotHeld);
-    busy(&*client, &context.claim(permit(3, 4))).await;
+    assert_busy(&*client, &context.claim(permit(3, 4))).await;
     let next = context.held_in(&*client, permit(2, 4)).await;
-    freed(&*client, &next).await;
-    freed(&*client, &other).await;
+    assert_freed(&*client, &next).await;
+    assert_freed(&*client, &other).await;
 }
 
 /// A permit with a short lease expires and frees its units. Permits with long leases stay held.
@@ -139,29 +139,29 @@ pub async fn each_permit_expires_by_itself(context: &TestContext) {
     let client = context.client().await;
     let long = context.held_in(&*client, permit(2, 5)).await;
     let short = context.claim(permit(3, 5)).with_lease(context.short_lease());
-    granted(&*client, &short).await;
-    context.wait_until_expired_beside(&*client, &short, 1).await;
+    assert_granted(&*client, &short).await;
+    context.wait_until_expired_alongside(&*client, &short, 1).await;
     assert_eq!(renew(&*client, &short).await, Renewal::Gone);
     assert_eq!(release(&*client, &short).await, Release::NotHeld);
-    busy(&*client, &context.claim(permit(4, 5))).await;
+    assert_busy(&*client, &context.claim(permit(4, 5))).await;
     let next = context.held_in(&*client, permit(3, 5)).await;
-    renewed(&*client, &long).await;
-    freed(&*client, &next).await;
-    freed(&*client, &long).await;
+    assert_renewed(&*client, &long).await;
+    assert_freed(&*client, &next).await;
+    assert_freed(&*client, &long).await;
 }
 
 /// A renewal extends the lease of its own permit and of no other.
 pub async fn a_renewal_extends_only_its_own_permit(context: &TestContext) {
     let client = context.client().await;
     let permits = [(); 2].map(|()| context.claim(permit(1, 2)).with_lease(context.renewed_lease()));
-    granted(&*client, &permits[0]).await;
-    granted(&*client, &permits[1]).await;
-    renewed(&*client, &permits[1].clone().with_lease(context.long_lease())).await;
-    context.wait_until_expired_beside(&*client, &permits[0], 1).await;
+    assert_granted(&*client, &permits[0]).await;
+    assert_granted(&*client, &permits[1]).await;
+    assert_renewed(&*client, &permits[1].clone().with_lease(context.long_lease())).await;
+    context.wait_until_expired_alongside(&*client, &permits[0], 1).await;
     assert_eq!(renew(&*client, &permits[0]).await, Renewal::Gone);
-    renewed(&*client, &permits[1]).await;
-    busy(&*client, &context.claim(permit(2, 2))).await;
-    freed(&*client, &permits[1]).await;
+    assert_renewed(&*client, &permits[1]).await;
+    assert_busy(&*client, &context.claim(permit(2, 2))).await;
+    assert_freed(&*client, &permits[1]).await;
 }
 
 /// A release frees only the units of its own permit. Releasing a claim that was never granted frees
@@ -174,13 +174,13 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
         context.held_in(&*client, permit(3, 6)).await,
     ];
     assert_eq!(release(&*client, &context.claim(permit(3, 6))).await, Release::NotHeld);
-    busy(&*client, &context.claim(permit(1, 6))).await;
-    freed(&*client, &permits[1]).await;
-    busy(&*client, &context.claim(permit(3, 6))).await;
+    assert_busy(&*client, &context.claim(permit(1, 6))).await;
+    assert_freed(&*client, &permits[1]).await;
+    assert_busy(&*client, &context.claim(permit(3, 6))).await;
     let next = context.held_in(&*client, permit(2, 6)).await;
     for held in [&permits[0], &permits[2], &next] {
-        renewed(&*client, held).await;
-        freed(&*client, held).await;
+        assert_renewed(&*client, held).await;
+        assert_freed(&*client, held).await;
     }
 }
 
@@ -193,28 +193,28 @@ pub async fn another_number_of_units_is_reported_while_permits_are_held(context:
     for of in [1, 4, 6] {
         for queueing in [Queueing::Skip, Queueing::ExclusiveIntent, Queueing::Join] {
             let other = context.claim(permit(1, of)).with_queueing(queueing);
-            let refusal = busy(&*second, &other).await;
-            assert_eq!(refusal.other_units, Some(5), "{refusal:?}");
+            let busy = assert_busy(&*second, &other).await;
+            assert_eq!(busy.other_units, Some(5), "{busy:?}");
         }
     }
     let same = context.held_in(&*second, permit(4, 5)).await;
-    freed(&*second, &same).await;
-    freed(&*first, &held).await;
+    assert_freed(&*second, &same).await;
+    assert_freed(&*first, &held).await;
     let other = context.held_in(&*second, permit(2, 4)).await;
-    assert_eq!(busy(&*first, &context.claim(permit(1, 5))).await.other_units, Some(4));
-    freed(&*second, &other).await;
+    assert_eq!(assert_busy(&*first, &context.claim(permit(1, 5))).await.other_units, Some(4));
+    assert_freed(&*second, &other).await;
 }
 
 /// Permits and exclusive claims exclude each other on one key.
 pub async fn permits_and_writers_exclude_each_other(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 3)).await;
-    busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*first, &held).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*first, &held).await;
     let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
-    let refusal = busy(&*first, &context.claim(permit(1, 3))).await;
-    assert_eq!(refusal.other_units, None, "an exclusive claim states no units");
-    freed(&*second, &writer).await;
+    let busy = assert_busy(&*first, &context.claim(permit(1, 3))).await;
+    assert_eq!(busy.other_units, None, "an exclusive claim states no units");
+    assert_freed(&*second, &writer).await;
     assert!(is_free(&*first, writer.key()).await, "a released claim holds the key");
 }
 
@@ -227,11 +227,11 @@ pub async fn permits_and_readers_exclude_each_other(context: &TestContext) {
     }
     for mode in modes {
         let held = context.held_in(&*first, permit(1, 3)).await;
-        busy(&*second, &context.claim(mode)).await;
-        freed(&*first, &held).await;
+        assert_busy(&*second, &context.claim(mode)).await;
+        assert_freed(&*first, &held).await;
         let reader = context.held_in(&*second, mode).await;
-        busy(&*first, &context.claim(permit(1, 3))).await;
-        freed(&*second, &reader).await;
+        assert_busy(&*first, &context.claim(permit(1, 3))).await;
+        assert_freed(&*second, &reader).await;
     }
 }
 
@@ -240,14 +240,14 @@ pub async fn a_waiting_writer_blocks_new_permits(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 3)).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
-    assert!(busy(&*second, &writer).await.is_queued, "the waiting writer has no place");
-    busy(&*first, &context.claim(permit(1, 3))).await;
-    freed(&*first, &held).await;
-    busy(&*first, &context.claim(permit(1, 3))).await;
-    granted(&*second, &writer).await;
-    freed(&*second, &writer).await;
+    assert!(assert_busy(&*second, &writer).await.is_queued, "the waiting writer has no place");
+    assert_busy(&*first, &context.claim(permit(1, 3))).await;
+    assert_freed(&*first, &held).await;
+    assert_busy(&*first, &context.claim(permit(1, 3))).await;
+    assert_granted(&*second, &writer).await;
+    assert_freed(&*second, &writer).await;
     let next = context.held_in(&*first, permit(1, 3)).await;
-    freed(&*first, &next).await;
+    assert_freed(&*first, &next).await;
 }
 
 /// The units of one key do not affect those of another.
@@ -260,14 +260,17 @@ pub async fn units_of_different_keys_are_counted_separately(context: &TestContex
         })
         .collect();
     for claim in &claims {
-        granted(&*client, claim).await;
-        busy(&*client, &Claim::new(claim.key().clone(), claim.lease()).with_mode(claim.mode()))
-            .await;
+        assert_granted(&*client, claim).await;
+        assert_busy(
+            &*client,
+            &Claim::new(claim.key().clone(), claim.lease()).with_mode(claim.mode()),
+        )
+        .await;
     }
     let answers = client.renew(&claims).await;
     assert!(answers.iter().all(|it| matches!(it, Ok(Renewal::Renewed(_)))), "{answers:?}");
     for claim in &claims {
-        freed(&*client, claim).await;
+        assert_freed(&*client, claim).await;
     }
 }
 
@@ -281,13 +284,13 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
         for n in 0..3 {
             let client = &clients[n % 2];
             let claim = context.claim(permit(n as u32 + 1, 6)).with_token_block(round + 1);
-            let token = granted(&**client, &claim).await.token.get();
+            let token = assert_granted(&**client, &claim).await.token.get();
             assert!(token > last, "{token} after {last}");
             last = token + u64::from(round);
             permits.push((client, claim));
         }
         for (client, claim) in &permits {
-            freed(&***client, claim).await;
+            assert_freed(&***client, claim).await;
         }
     }
 }
@@ -300,22 +303,22 @@ pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
     for during in [false, true] {
         let held = context.held_in(&*first, permit(1, 3)).await;
         let taker = context.claim(permit(1, 3));
-        let refusal = busy(&*second, &taker).await;
-        let wait = timeout(context.max_wait(), second.wait(&taker, &refusal));
+        let busy = assert_busy(&*second, &taker).await;
+        let wait = timeout(context.max_wait(), second.wait(&taker, &busy));
         if during {
             let released = async {
                 sleep(Duration::from_millis(50)).await;
-                freed(&*first, &held).await;
+                assert_freed(&*first, &held).await;
             };
             join(wait, released).await.0.expect("a release ends the wait");
         } else {
-            freed(&*first, &held).await;
+            assert_freed(&*first, &held).await;
             wait.await.expect("the release came before the wait and was missed");
         }
-        granted(&*second, &taker).await;
-        freed(&*second, &taker).await;
+        assert_granted(&*second, &taker).await;
+        assert_freed(&*second, &taker).await;
     }
-    freed(&*first, &kept).await;
+    assert_freed(&*first, &kept).await;
 }
 
 /// In a store with wake-ups, a claim for three units is woken when the third unit is released.
@@ -329,26 +332,26 @@ pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) 
     let releases = async {
         for permit in &held[..3] {
             sleep(Duration::from_millis(50)).await;
-            freed(&*first, permit).await;
+            assert_freed(&*first, permit).await;
         }
     };
     let acquired = async {
         // A `wait` may end early. Each later `wait` must end with a further release.
         for _ in 0..100 {
-            let refusal = match attempt(&*second, &taker).await {
+            let busy = match attempt(&*second, &taker).await {
                 Attempt::Granted(_) => return,
-                Attempt::Busy(refusal) => refusal,
+                Attempt::Busy(busy) => busy,
                 Attempt::Gone => panic!("{taker:?} is no conversion"),
             };
-            let wait = timeout(context.max_wait(), second.wait(&taker, &refusal));
+            let wait = timeout(context.max_wait(), second.wait(&taker, &busy));
             wait.await.expect("a release ends the wait");
         }
         panic!("a taker of three is woken in vain without end");
     };
     join(acquired, releases).await;
-    busy(&*second, &context.claim(permit(1, 4))).await;
-    freed(&*second, &taker).await;
-    freed(&*first, &held[3]).await;
+    assert_busy(&*second, &context.claim(permit(1, 4))).await;
+    assert_freed(&*second, &taker).await;
+    assert_freed(&*first, &held[3]).await;
 }
 
 /// `inspect` and `list` return all permits with their units, in the order of their tokens.
@@ -364,7 +367,7 @@ pub async fn inspect_returns_the_units_of_each_permit(context: &TestContext) {
         async || admin(&*second).inspect(&key("orders:42")).await.expect("inspect answers");
     assert_eq!(shown(inspect().await), modes);
     assert_eq!(admin(&*second).list().await.expect("list answers").len(), 3);
-    freed(&**permits[1].0, &permits[1].1).await;
+    assert_freed(&**permits[1].0, &permits[1].1).await;
     assert_eq!(shown(inspect().await), [modes[0], modes[2]]);
 }
 
@@ -382,7 +385,7 @@ pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
         assert_eq!(release(&*first, permit).await, Release::NotHeld);
     }
     let all = context.held_in(&*second, permit(3, 3)).await;
-    freed(&*second, &all).await;
+    assert_freed(&*second, &all).await;
 }
 
 /// Callers of two processes that take different numbers of units never hold more units than the
@@ -499,7 +502,7 @@ pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestConte
 
 /// The loss of one permit is reported to its guard and to no other. Its units can be taken again.
 pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let semaphore = semaphore(&registry, 3);
     let mut guards = Vec::new();
     for _ in 0..3 {
@@ -559,7 +562,7 @@ pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestCon
 /// Permits are renewed beyond their leases.
 pub async fn permits_are_renewed_beyond_their_leases(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let ours = semaphore(&local, 3);
     let guards = [
         ours.acquire().await.expect("a unit is free"),

@@ -218,10 +218,10 @@ pub async fn two_waiting_calls_of_one_owner_acquire_together(context: &TestConte
     let lock = registry.obtain("orders:42");
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
-    let waiter = lock.lock().await.expect("a free lock is acquired");
+    let holder = lock.lock().await.expect("a free lock is acquired");
     let (mut first, mut second) = (pin!(lock.lock_with(own())), pin!(lock.lock_with(own())));
     assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
-    waiter.unlock().await.expect("a held lock is unlocked");
+    holder.unlock().await.expect("a held lock is unlocked");
     let first = first.await.expect("the call acquired the lock");
     let second = timeout(context.max_wait(), second).await.expect("an owner waits for itself");
     let second = second.expect("the second call of the owner acquired the lock");
@@ -233,7 +233,7 @@ pub async fn two_waiting_calls_of_one_owner_acquire_together(context: &TestConte
 /// A loss is reported to all guards of a lock with the same reason. Their `reenter` and `unlock`
 /// return `LockError::Lost`.
 pub async fn a_loss_is_reported_to_all_guards_of_a_lock(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let outer = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let inner = outer.reenter().expect("a held lock is re-entered");
     context.break_claim(outer.claim()).await;

@@ -2,7 +2,9 @@
 
 use registry_core::{Claim, LockError, LockOptions, LockRegistryExt as _, Release};
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, release, unlock};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, is_free, key, release, unlock,
+};
 use crate::faulty::{Fault, Faults, Operation};
 
 /// Another client can acquire a released key as soon as the release is answered.
@@ -10,9 +12,9 @@ pub async fn a_released_key_is_free_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..10 {
         let claim = context.held_claim(&*first, context.long_lease()).await;
-        freed(&*first, &claim).await;
+        assert_freed(&*first, &claim).await;
         let next = context.held_claim(&*second, context.long_lease()).await;
-        freed(&*second, &next).await;
+        assert_freed(&*second, &next).await;
     }
 }
 
@@ -34,7 +36,7 @@ pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
 pub async fn of_concurrent_repetitions_of_one_release_at_most_one_frees(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*clients[0], &claim).await;
+    assert_granted(&*clients[0], &claim).await;
     let releases = (0..8).map(|n| release(&*clients[n % 2], &claim));
     let answers = futures_util::future::join_all(releases).await;
     let done = answers.iter().filter(|answer| **answer == Release::Freed).count();
@@ -48,8 +50,8 @@ pub async fn releasing_a_claim_that_was_never_granted_returns_not_held(context: 
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(release(&*client, &claim).await, Release::NotHeld);
-    granted(&*client, &claim).await;
-    freed(&*client, &claim).await;
+    assert_granted(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// Releasing a claim that does not hold the key returns `NotHeld`, through each client, and leaves
@@ -57,11 +59,11 @@ pub async fn releasing_a_claim_that_was_never_granted_returns_not_held(context: 
 pub async fn releasing_another_claim_does_not_free_the_key(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_claim(&*first, context.long_lease()).await;
-    let other_namespace = Claim::new(key("orders:42"), context.long_lease());
-    assert_eq!(release(&*second, &other_namespace).await, Release::NotHeld);
-    assert_eq!(release(&*first, &other_namespace).await, Release::NotHeld);
-    busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*first, &holder).await;
+    let other_claim = Claim::new(key("orders:42"), context.long_lease());
+    assert_eq!(release(&*second, &other_claim).await, Release::NotHeld);
+    assert_eq!(release(&*first, &other_claim).await, Release::NotHeld);
+    assert_busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*first, &holder).await;
 }
 
 /// Repeating the release of an old claim returns `NotHeld` and does not free the key of its
@@ -70,12 +72,12 @@ pub async fn a_late_release_does_not_free_the_successor(context: &TestContext) {
     let client = context.client().await;
     let old = Claim::new(key("orders:42"), context.long_lease());
     let new = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &old).await;
-    freed(&*client, &old).await;
-    granted(&*client, &new).await;
+    assert_granted(&*client, &old).await;
+    assert_freed(&*client, &old).await;
+    assert_granted(&*client, &new).await;
     assert_eq!(release(&*client, &old).await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &new).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &new).await;
 }
 
 /// Releasing a claim's id under another key returns `NotHeld` and leaves the claim's own key held.
@@ -84,8 +86,8 @@ pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
     let claim = context.held_claim(&*client, context.long_lease()).await;
     let other_key = Claim::new(key("orders:43"), context.long_lease()).with_id(claim.id());
     assert_eq!(release(&*client, &other_key).await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &claim).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A grant can be released through another client, with its key and claim id alone. The lease and
@@ -94,7 +96,8 @@ pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.held_claim(&*first, context.long_lease()).await;
     // The engine's clean-up knows the claim as it was created, but not its grant.
-    freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7)).await;
+    assert_freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7))
+        .await;
     assert!(is_free(&*first, claim.key()).await);
 }
 
@@ -103,9 +106,9 @@ pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
 pub async fn a_claim_that_was_granted_after_its_release_is_released_again(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    freed(&*client, &claim).await;
-    granted(&*client, &claim).await;
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
+    assert_granted(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await);
 }
 

@@ -5,26 +5,29 @@ use std::time::Duration;
 use registry_core::{Claim, LockBackend as _, LockError, LockOptions, Renewal};
 use tokio::time::{Instant, sleep};
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, release, renew, renewed};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, assert_renewed, is_free, key, release,
+    renew,
+};
 use crate::faulty::{Fault, Faults, Operation};
 
 /// A renewal with a longer lease extends the grant beyond its first lease.
 pub async fn a_renewal_extends_a_grant(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.renewed_lease()).await;
-    let left = renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
+    let left = assert_renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
     assert!(left > context.renewed_lease(), "{left:?} of {:?}", context.long_lease());
     sleep(context.renewed_lease() * 3 / 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &claim).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A grant can be renewed through another client, because the claim id alone identifies the claim.
 pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.held_claim(&*first, context.long_lease()).await;
-    renewed(&*second, &claim).await;
-    freed(&*first, &claim).await;
+    assert_renewed(&*second, &claim).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A renewal with a shorter lease does not shorten the current lease, because renewals may arrive
@@ -32,10 +35,10 @@ pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
 pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    renewed(&*client, &claim.clone().with_lease(context.short_lease())).await;
+    assert_renewed(&*client, &claim.clone().with_lease(context.short_lease())).await;
     sleep(context.short_lease() * 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &claim).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// Renewing an expired grant returns `Gone` and leaves the key free. Another client may have held
@@ -58,7 +61,7 @@ pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &Tes
     let claim = context.held_claim(&*client, context.short_lease()).await;
     let next = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
-    freed(&*client, &next).await;
+    assert_freed(&*client, &next).await;
     assert_eq!(
         renew(&*client, &claim.clone().with_lease(context.long_lease())).await,
         Renewal::Gone
@@ -71,7 +74,7 @@ pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &Tes
 pub async fn a_renewal_does_not_revive_a_released_grant(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
@@ -89,13 +92,13 @@ pub async fn renewing_a_claim_that_was_never_granted_grants_nothing(context: &Te
 pub async fn renewing_another_claim_does_not_extend_the_holders_lease(context: &TestContext) {
     let client = context.client().await;
     context.held_claim(&*client, context.short_lease()).await;
-    let other_namespace = Claim::new(key("orders:42"), context.long_lease());
-    assert_eq!(renew(&*client, &other_namespace).await, Renewal::Gone);
+    let other_claim = Claim::new(key("orders:42"), context.long_lease());
+    assert_eq!(renew(&*client, &other_claim).await, Renewal::Gone);
     // Had the renewal extended the holder's lease, the key would stay held for the stranger's
     // lease.
     let next = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
-    freed(&*client, &next).await;
+    assert_freed(&*client, &next).await;
 }
 
 /// A batch is answered with one answer per claim, in the order of the claims. Held claims are
@@ -106,14 +109,15 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(context: &TestContex
         (0..12).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     for (n, claim) in claims.iter().enumerate() {
         match n % 4 {
-            0 | 3 => drop(granted(&*client, claim).await),
+            0 | 3 => drop(assert_granted(&*client, claim).await),
             1 => {
-                granted(&*client, claim).await;
-                freed(&*client, claim).await;
+                assert_granted(&*client, claim).await;
+                assert_freed(&*client, claim).await;
             }
             // Held by another claim.
             _ => drop(
-                granted(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await,
+                assert_granted(&*client, &Claim::new(claim.key().clone(), context.long_lease()))
+                    .await,
             ),
         }
     }
@@ -142,15 +146,15 @@ pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context
     let mut batch: Vec<_> =
         (0..3).map(|n| Claim::new(key(&format!("orders:n{n}")), context.renewed_lease())).collect();
     for claim in &batch {
-        granted(&*client, claim).await;
+        assert_granted(&*client, claim).await;
     }
-    freed(&*client, &batch[1]).await;
+    assert_freed(&*client, &batch[1]).await;
     batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(context.long_lease()));
     client.renew(&batch).await;
     sleep(context.renewed_lease() * 3 / 2).await;
     for n in [0, 2] {
-        busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
-        freed(&*client, &batch[n]).await;
+        assert_busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
+        assert_freed(&*client, &batch[n]).await;
     }
     assert!(is_free(&*client, batch[1].key()).await, "a released claim came back");
 }
@@ -160,8 +164,8 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
     let client = context.client().await;
     let long = Claim::new(key("long"), context.renewed_lease());
     let short = Claim::new(key("short"), context.renewed_lease());
-    granted(&*client, &long).await;
-    granted(&*client, &short).await;
+    assert_granted(&*client, &long).await;
+    assert_granted(&*client, &short).await;
     for answer in
         client.renew(&[long.clone().with_lease(context.long_lease()), short.clone()]).await
     {
@@ -169,9 +173,9 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
     }
     let next = Claim::new(key("short"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
-    busy(&*client, &Claim::new(key("long"), context.long_lease())).await;
-    freed(&*client, &long).await;
-    freed(&*client, &next).await;
+    assert_busy(&*client, &Claim::new(key("long"), context.long_lease())).await;
+    assert_freed(&*client, &long).await;
+    assert_freed(&*client, &next).await;
 }
 
 /// A renewed grant lasts at least as long as the lease that the renewal returned, less 2 ms and 1
@@ -190,7 +194,7 @@ pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &Te
         lasted >= returned_lease - returned_lease / 100 - Duration::from_millis(2),
         "the returned lease was {returned_lease:?}, it lasted {lasted:?}"
     );
-    freed(&*client, &successor).await;
+    assert_freed(&*client, &successor).await;
 }
 
 /// A renewal of an empty batch returns no answers.
@@ -207,7 +211,7 @@ pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
         .collect();
     // Few are held, so that the clause tests the batch and not 1,500 grants.
     for claim in claims.iter().step_by(100) {
-        granted(&*client, claim).await;
+        assert_granted(&*client, claim).await;
     }
     let answers = client.renew(&claims).await;
     assert_eq!(answers.len(), claims.len(), "one answer for each claim");
@@ -223,7 +227,7 @@ pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
 /// A lock stays held beyond its lease while its guard exists, because the lease renewer renews it.
 /// The token does not change.
 pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let other = context.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let token = guard.fencing_token();
@@ -238,7 +242,7 @@ pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
 
 /// `renew` with a longer lease extends the validity of the guard.
 pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
     assert!(
@@ -361,7 +365,7 @@ pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) 
 
 /// The loss of one lock does not stop the renewal of other locks of the registry.
 pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let mut guards = Vec::new();
     for n in 0..3 {
         guards.push(

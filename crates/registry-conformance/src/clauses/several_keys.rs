@@ -11,7 +11,7 @@ use registry_core::{
     Attempt, BatchAttempt, Claim, Grant, LockBackend, LockRegistryExt as _, Release,
 };
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, unlock};
+use crate::context::{TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
@@ -66,18 +66,18 @@ pub async fn an_attempt_with_one_busy_key_holds_none(context: &TestContext) {
     let (client, other) = (context.client().await, context.client().await);
     for (busy_index, name) in KEYS.iter().enumerate() {
         let holder = Claim::new(key(name), context.long_lease());
-        granted(&*other, &holder).await;
+        assert_granted(&*other, &holder).await;
         let claims = claims(context);
         assert_eq!(acquire_all(&*client, &claims).await, Err(busy_index));
         for (index, claim) in claims.iter().enumerate() {
             assert_eq!(is_free(&*other, claim.key()).await, index != busy_index, "{claim:?}");
         }
-        freed(&*other, &holder).await;
+        assert_freed(&*other, &holder).await;
     }
     let claims = claims(context);
     acquire_all(&*client, &claims).await.expect("all keys are free");
     for claim in &claims {
-        busy(&*other, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        assert_busy(&*other, &Claim::new(claim.key().clone(), context.long_lease())).await;
     }
     assert_eq!(release_all(&*client, &claims).await, [Release::Freed; KEYS.len()]);
 }
@@ -94,9 +94,9 @@ pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &T
     let again = tokens(acquire_all(&*client, &claims).await.expect("the claims hold their keys"));
     assert_eq!(first, again);
     for (claim, token) in claims.iter().zip(&first) {
-        assert_eq!(granted(&*client, claim).await.token, *token);
+        assert_eq!(assert_granted(&*client, claim).await.token, *token);
     }
-    freed(&*client, &claims[1]).await;
+    assert_freed(&*client, &claims[1]).await;
     let rest = tokens(acquire_all(&*client, &claims).await.expect("the claims hold their keys"));
     assert_eq!((rest[0], rest[2]), (first[0], first[2]));
     assert!(rest[1] > first[1], "{rest:?} after {first:?}");
@@ -120,7 +120,7 @@ pub async fn tokens_of_several_keys_increase(context: &TestContext) {
             let grants = if with_batch {
                 acquire_all(&*client, &claims).await.expect("all keys are free")
             } else {
-                join_all(claims.iter().map(|claim| granted(&*client, claim))).await
+                join_all(claims.iter().map(|claim| assert_granted(&*client, claim))).await
             };
             for (last, grant) in last.iter_mut().zip(&grants) {
                 assert!(Some(grant.token) > *last, "{grant:?} after {last:?}");
@@ -138,14 +138,14 @@ pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestCon
     let client = context.client().await;
     let claims = claims(context);
     acquire_all(&*client, &claims).await.expect("all keys are free");
-    freed(&*client, &claims[1]).await;
+    assert_freed(&*client, &claims[1]).await;
     let successor = Claim::new(claims[1].key().clone(), context.long_lease());
-    granted(&*client, &successor).await;
+    assert_granted(&*client, &successor).await;
     let outcomes = [Release::Freed, Release::NotHeld, Release::Freed];
     assert_eq!(release_all(&*client, &claims).await, outcomes);
     assert_eq!(release_all(&*client, &claims).await, [Release::NotHeld; KEYS.len()]);
     assert!(is_free(&*client, claims[0].key()).await && is_free(&*client, claims[2].key()).await);
-    freed(&*client, &successor).await;
+    assert_freed(&*client, &successor).await;
 }
 
 /// `obtain_all` holds all keys or none, and waits for the busy one. A store error is retried for as

@@ -20,8 +20,8 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew,
-    renewed, unlock,
+    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt,
+    is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
@@ -34,9 +34,9 @@ pub async fn readers_of_two_clients_hold_together(context: &TestContext) {
         context.held_in(&*second, ClaimMode::Shared).await,
         context.held_in(&*second, ClaimMode::Shared).await,
     ];
-    freed(&*second, &readers[1]).await;
-    freed(&*first, &readers[0]).await;
-    freed(&*second, &readers[2]).await;
+    assert_freed(&*second, &readers[1]).await;
+    assert_freed(&*first, &readers[0]).await;
+    assert_freed(&*second, &readers[2]).await;
     assert!(is_free(&*first, readers[0].key()).await, "the released readers hold the key");
 }
 
@@ -45,11 +45,11 @@ pub async fn a_reader_excludes_writers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     for client in [&first, &second] {
-        busy(&**client, &context.claim(ClaimMode::Exclusive)).await;
+        assert_busy(&**client, &context.claim(ClaimMode::Exclusive)).await;
     }
-    freed(&*first, &reader).await;
+    assert_freed(&*first, &reader).await;
     let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
-    freed(&*second, &writer).await;
+    assert_freed(&*second, &writer).await;
 }
 
 /// While an exclusive claim holds a key, shared claims of its client and of other clients are busy.
@@ -57,12 +57,12 @@ pub async fn a_writer_excludes_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let writer = context.held_in(&*first, ClaimMode::Exclusive).await;
     for client in [&first, &second] {
-        let refused = context.claim(ClaimMode::Shared);
-        assert!(!busy(&**client, &refused).await.is_queued, "a reader that skips the queue queues");
+        let busy = assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
+        assert!(!busy.is_queued, "a reader that skips the queue has a place");
     }
-    freed(&*first, &writer).await;
+    assert_freed(&*first, &writer).await;
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    freed(&*second, &reader).await;
+    assert_freed(&*second, &reader).await;
 }
 
 /// An exclusive claim is granted only after the last of three readers released the key.
@@ -75,11 +75,11 @@ pub async fn a_writer_is_granted_after_the_last_reader(context: &TestContext) {
     }
     let writer = context.claim(ClaimMode::Exclusive);
     for (n, reader) in readers.iter().enumerate() {
-        busy(&*second, &writer).await;
-        freed(holding(n), reader).await;
+        assert_busy(&*second, &writer).await;
+        assert_freed(holding(n), reader).await;
     }
-    granted(&*second, &writer).await;
-    freed(&*second, &writer).await;
+    assert_granted(&*second, &writer).await;
+    assert_freed(&*second, &writer).await;
 }
 
 /// Of concurrent shared and exclusive claims of three clients, an exclusive one never holds next to
@@ -108,7 +108,7 @@ pub async fn concurrent_readers_and_writers_never_hold_together(context: &TestCo
                     ClaimMode::Exclusive => section.write(yield_now()).await,
                     _ => section.share(1, usize::MAX, yield_now()).await,
                 }
-                freed(&*client, &claim).await;
+                assert_freed(&*client, &claim).await;
             }
             grants
         });
@@ -123,17 +123,17 @@ pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     let writer = waiting_writer(context, &*second, context.long_lease()).await;
     for client in [&first, &second] {
-        busy(&**client, &context.claim(ClaimMode::Shared)).await;
+        assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
     }
-    granted(&*first, &reader).await;
-    renewed(&*first, &reader).await;
-    freed(&*first, &reader).await;
-    busy(&*first, &context.claim(ClaimMode::Shared)).await;
-    granted(&*second, &writer).await;
-    busy(&*first, &context.claim(ClaimMode::Shared)).await;
-    freed(&*second, &writer).await;
+    assert_granted(&*first, &reader).await;
+    assert_renewed(&*first, &reader).await;
+    assert_freed(&*first, &reader).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
+    assert_granted(&*second, &writer).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
+    assert_freed(&*second, &writer).await;
     let next = context.held_in(&*first, ClaimMode::Shared).await;
-    freed(&*first, &next).await;
+    assert_freed(&*first, &next).await;
 }
 
 /// The place of a waiting exclusive claim lapses when the claim does not repeat its attempt within
@@ -143,12 +143,12 @@ pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestC
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     waiting_writer(context, &*second, context.renewed_lease()).await;
     let next = context.claim(ClaimMode::Shared);
-    busy(&*second, &next).await;
+    assert_busy(&*second, &next).await;
     sleep(context.renewed_lease()).await;
     context.wait_until_granted(&*second, &next).await;
-    renewed(&*first, &reader).await;
-    freed(&*second, &next).await;
-    freed(&*first, &reader).await;
+    assert_renewed(&*first, &reader).await;
+    assert_freed(&*second, &next).await;
+    assert_freed(&*first, &reader).await;
 }
 
 /// A waiting exclusive claim that repeats its attempt within its lease blocks new readers for more
@@ -159,12 +159,12 @@ pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: 
     let writer = waiting_writer(context, &*second, context.renewed_lease()).await;
     for _ in 0..9 {
         sleep(context.renewed_lease() / 4).await;
-        busy(&*first, &context.claim(ClaimMode::Shared)).await;
-        assert!(busy(&*second, &writer).await.is_queued, "the writer lost its place");
+        assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
+        assert!(assert_busy(&*second, &writer).await.is_queued, "the writer lost its place");
     }
-    freed(&*first, &reader).await;
-    granted(&*second, &writer).await;
-    freed(&*second, &writer).await;
+    assert_freed(&*first, &reader).await;
+    assert_granted(&*second, &writer).await;
+    assert_freed(&*second, &writer).await;
 }
 
 /// Releasing a waiting exclusive claim returns `NotHeld`, and new readers are granted at once.
@@ -172,11 +172,11 @@ pub async fn a_released_waiting_writer_lets_readers_in_at_once(context: &TestCon
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     let writer = waiting_writer(context, &*second, context.long_lease()).await;
-    busy(&*first, &context.claim(ClaimMode::Shared)).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
     assert_eq!(release(&*second, &writer).await, Release::NotHeld);
     let next = context.held_in(&*first, ClaimMode::Shared).await;
-    freed(&*first, &next).await;
-    freed(&*first, &reader).await;
+    assert_freed(&*first, &next).await;
+    assert_freed(&*first, &reader).await;
     assert!(is_free(&*first, reader.key()).await, "a released claim holds the key");
 }
 
@@ -185,12 +185,12 @@ pub async fn a_writer_that_does_not_wait_blocks_no_readers(context: &TestContext
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     for _ in 0..3 {
-        let refusal = busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
-        assert!(!refusal.is_queued, "{refusal:?}");
+        let busy = assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+        assert!(!busy.is_queued, "{busy:?}");
         let next = context.held_in(&*second, ClaimMode::Shared).await;
-        freed(&*second, &next).await;
+        assert_freed(&*second, &next).await;
     }
-    freed(&*first, &reader).await;
+    assert_freed(&*first, &reader).await;
     assert!(is_free(&*first, reader.key()).await, "a busy claim holds the key");
 }
 
@@ -199,15 +199,15 @@ pub async fn a_repeated_shared_acquire_is_one_grant(context: &TestContext) {
     let client = context.client().await;
     let other = context.held_in(&*client, ClaimMode::Shared).await;
     let reader = context.claim(ClaimMode::Shared);
-    let token = granted(&*client, &reader).await.token;
+    let token = assert_granted(&*client, &reader).await.token;
     for _ in 0..2 {
-        let again = granted(&*client, &reader).await;
+        let again = assert_granted(&*client, &reader).await;
         assert!(!context.capabilities().fencing || again.token == token, "{again:?}, {token:?}");
     }
-    freed(&*client, &reader).await;
+    assert_freed(&*client, &reader).await;
     assert_eq!(release(&*client, &reader).await, Release::NotHeld);
     assert_eq!(renew(&*client, &reader).await, Renewal::Gone);
-    freed(&*client, &other).await;
+    assert_freed(&*client, &other).await;
     assert!(is_free(&*client, reader.key()).await, "three grants of one claim are one hold");
 }
 
@@ -216,13 +216,13 @@ pub async fn each_reader_expires_by_itself(context: &TestContext) {
     let client = context.client().await;
     let long = context.held_in(&*client, ClaimMode::Shared).await;
     let short = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
-    granted(&*client, &short).await;
-    context.wait_until_expired_beside(&*client, &short, 1).await;
+    assert_granted(&*client, &short).await;
+    context.wait_until_expired_alongside(&*client, &short, 1).await;
     assert_eq!(renew(&*client, &short).await, Renewal::Gone);
     assert_eq!(release(&*client, &short).await, Release::NotHeld);
-    renewed(&*client, &long).await;
-    busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*client, &long).await;
+    assert_renewed(&*client, &long).await;
+    assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*client, &long).await;
     assert!(is_free(&*client, long.key()).await, "an expired reader holds the key");
 }
 
@@ -231,11 +231,11 @@ pub async fn a_writer_is_granted_after_the_readers_expire(context: &TestContext)
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..2 {
         let reader = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
-        granted(&*first, &reader).await;
+        assert_granted(&*first, &reader).await;
     }
     let writer = context.claim(ClaimMode::Exclusive);
     context.wait_until_granted(&*second, &writer).await;
-    freed(&*second, &writer).await;
+    assert_freed(&*second, &writer).await;
 }
 
 /// A renewal extends the lease of its own reader and of no other.
@@ -243,13 +243,13 @@ pub async fn a_renewal_extends_only_its_own_reader(context: &TestContext) {
     let client = context.client().await;
     let readers =
         [(); 2].map(|()| context.claim(ClaimMode::Shared).with_lease(context.renewed_lease()));
-    granted(&*client, &readers[0]).await;
-    granted(&*client, &readers[1]).await;
-    renewed(&*client, &readers[0].clone().with_lease(context.long_lease())).await;
-    context.wait_until_expired_beside(&*client, &readers[1], 1).await;
+    assert_granted(&*client, &readers[0]).await;
+    assert_granted(&*client, &readers[1]).await;
+    assert_renewed(&*client, &readers[0].clone().with_lease(context.long_lease())).await;
+    context.wait_until_expired_alongside(&*client, &readers[1], 1).await;
     assert_eq!(renew(&*client, &readers[1]).await, Renewal::Gone);
-    renewed(&*client, &readers[0]).await;
-    freed(&*client, &readers[0]).await;
+    assert_renewed(&*client, &readers[0]).await;
+    assert_freed(&*client, &readers[0]).await;
 }
 
 /// A batch renews several readers of one key, and answers in the order of its claims.
@@ -268,8 +268,8 @@ pub async fn a_batch_renews_readers_of_one_key(context: &TestContext) {
         ),
         "{answers:?}"
     );
-    freed(&*client, &first).await;
-    freed(&*client, &second).await;
+    assert_freed(&*client, &first).await;
+    assert_freed(&*client, &second).await;
 }
 
 /// Releasing one reader ends its grant only. A repeated release returns `NotHeld`.
@@ -280,13 +280,13 @@ pub async fn a_release_of_one_reader_keeps_the_others(context: &TestContext) {
         context.held_in(&*first, ClaimMode::Shared).await,
         context.held_in(&*second, ClaimMode::Shared).await,
     ];
-    freed(&*first, &own).await;
+    assert_freed(&*first, &own).await;
     assert_eq!(release(&*first, &own).await, Release::NotHeld);
-    renewed(&*first, &others[0]).await;
-    renewed(&*second, &others[1]).await;
-    freed(&*first, &others[0]).await;
-    busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*second, &others[1]).await;
+    assert_renewed(&*first, &others[0]).await;
+    assert_renewed(&*second, &others[1]).await;
+    assert_freed(&*first, &others[0]).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*second, &others[1]).await;
 }
 
 /// Releasing a claim that was never granted ends no reader, in whichever mode it is.
@@ -297,9 +297,9 @@ pub async fn a_release_of_another_claim_ends_no_reader(context: &TestContext) {
         assert_eq!(release(&*client, &context.claim(mode)).await, Release::NotHeld);
         assert_eq!(renew(&*client, &context.claim(mode)).await, Renewal::Gone);
     }
-    renewed(&*client, &reader).await;
-    busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*client, &reader).await;
+    assert_renewed(&*client, &reader).await;
+    assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*client, &reader).await;
 }
 
 /// The token of each grant is larger than all tokens that earlier grants reserved, for readers that
@@ -313,20 +313,20 @@ pub async fn tokens_of_readers_and_writers_increase(context: &TestContext) {
         let mut readers = Vec::new();
         for client in [&first, &second, &first] {
             let reader = context.claim(ClaimMode::Shared).with_token_block(block);
-            let token = granted(&**client, &reader).await.token.get();
+            let token = assert_granted(&**client, &reader).await.token.get();
             assert!(token > last, "{token} after {last}");
             last = token + u64::from(block) - 1;
             readers.push((client, reader));
         }
         // All reserved tokens were used.
         for (client, reader) in &readers {
-            freed(&***client, reader).await;
+            assert_freed(&***client, reader).await;
         }
         let writer = context.claim(ClaimMode::Exclusive).with_token_block(block);
-        let token = granted(&*second, &writer).await.token.get();
+        let token = assert_granted(&*second, &writer).await.token.get();
         assert!(token > last, "{token} after {last}");
         last = token + u64::from(block) - 1;
-        freed(&*second, &writer).await;
+        assert_freed(&*second, &writer).await;
     }
 }
 
@@ -338,15 +338,15 @@ pub async fn a_forced_release_ends_all_readers(context: &TestContext) {
         context.held_in(&*first, ClaimMode::Shared).await,
     ];
     let other = Claim::new(key("orders:43"), context.long_lease()).with_mode(ClaimMode::Shared);
-    granted(&*first, &other).await;
+    assert_granted(&*first, &other).await;
     assert_eq!(force_release(&*second).await, Release::Freed);
     for reader in &readers {
         assert_eq!(renew(&*first, reader).await, Renewal::Gone);
         assert_eq!(release(&*first, reader).await, Release::NotHeld);
     }
     let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
-    freed(&*second, &writer).await;
-    freed(&*first, &other).await;
+    assert_freed(&*second, &writer).await;
+    assert_freed(&*first, &other).await;
     assert_eq!(force_release(&*second).await, Release::NotHeld);
 }
 
@@ -358,7 +358,7 @@ pub async fn inspect_returns_all_readers(context: &TestContext) {
     for (n, client) in [&first, &second, &first].into_iter().enumerate() {
         let label = format!("reader {n}");
         let claim = context.claim(ClaimMode::Shared).with_label(Some(label.as_str().into()));
-        let token = granted(&**client, &claim).await.token;
+        let token = assert_granted(&**client, &claim).await.token;
         readers.push((client, claim, token, label));
     }
     waiting_writer(context, &*second, context.long_lease()).await;
@@ -379,7 +379,7 @@ pub async fn inspect_returns_all_readers(context: &TestContext) {
         }
     }
     let (client, claim, ..) = &readers[1];
-    freed(&***client, claim).await;
+    assert_freed(&***client, claim).await;
     assert_eq!(inspect(&*first).await.len(), 2, "the released reader is returned");
 }
 
@@ -390,7 +390,7 @@ pub async fn inspect_returns_the_mode_of_each_holder(context: &TestContext) {
         let claim = context.held_in(&*client, mode).await;
         let modes: Vec<_> = inspect(&*client).await.iter().map(|holder| holder.mode).collect();
         assert_eq!(modes, [mode]);
-        freed(&*client, &claim).await;
+        assert_freed(&*client, &claim).await;
     }
 }
 
@@ -401,24 +401,24 @@ pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
     for pause in [None, Some(Duration::from_millis(50))] {
         let reader = context.held_in(&*first, ClaimMode::Shared).await;
         let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
-        let refusal = busy(&*second, &writer).await;
-        let wait = timeout(context.max_wait(), second.wait(&writer, &refusal));
+        let busy = assert_busy(&*second, &writer).await;
+        let wait = timeout(context.max_wait(), second.wait(&writer, &busy));
         match pause {
             None => {
-                freed(&*first, &reader).await;
+                assert_freed(&*first, &reader).await;
                 wait.await.expect("the release came before the wait and was missed");
             }
             Some(pause) => {
                 let released = async {
                     sleep(pause).await;
-                    freed(&*first, &reader).await;
+                    assert_freed(&*first, &reader).await;
                 };
                 let (woken, ()) = join(wait, released).await;
                 woken.expect("a release ends the wait");
             }
         }
-        granted(&*second, &writer).await;
-        freed(&*second, &writer).await;
+        assert_granted(&*second, &writer).await;
+        assert_freed(&*second, &writer).await;
     }
 }
 
@@ -429,17 +429,17 @@ pub async fn a_writer_that_gives_up_wakes_a_waiting_reader(context: &TestContext
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
     let writer = waiting_writer(context, &*first, context.long_lease()).await;
     let next = context.claim(ClaimMode::Shared);
-    let refusal = busy(&*second, &next).await;
-    let wait = timeout(context.max_wait(), second.wait(&next, &refusal));
+    let busy = assert_busy(&*second, &next).await;
+    let wait = timeout(context.max_wait(), second.wait(&next, &busy));
     let released = async {
         sleep(Duration::from_millis(50)).await;
         assert_eq!(release(&*first, &writer).await, Release::NotHeld);
     };
     let (woken, ()) = join(wait, released).await;
     woken.expect("the end of the writer's place ends the wait");
-    granted(&*second, &next).await;
-    freed(&*second, &next).await;
-    freed(&*first, &reader).await;
+    assert_granted(&*second, &next).await;
+    assert_freed(&*second, &next).await;
+    assert_freed(&*first, &reader).await;
 }
 
 /// A mode that the store does not have is refused with the name of the capability, before any
@@ -597,7 +597,7 @@ pub async fn a_dropped_waiting_lock_call_lets_readers_in(context: &TestContext) 
 /// a lease. Polled again, it acquires the lock after the last reader.
 pub async fn an_unpolled_waiting_lock_call_lets_readers_in(context: &TestContext) {
     let (reading, writing) =
-        (context.registry().await, context.registry_of(context.short_lease()).await);
+        (context.registry().await, context.registry_with_lease(context.short_lease()).await);
     let third = context.registry().await;
     let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
     let lock = writing.obtain("orders:42");
@@ -711,7 +711,7 @@ pub async fn guards_of_readers_have_increasing_tokens(context: &TestContext) {
 /// The loss of a shared grant is reported to all readers that share it. They return
 /// `LockError::Lost`, and new readers of the process acquire the lock.
 pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guards = shared_guards(context, &registry).await;
     context.break_claim(guards[0].claim()).await;
     for guard in &guards {
@@ -730,7 +730,8 @@ pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestCo
 /// The loss of one process's reader does not affect the readers of another process.
 pub async fn a_lost_reader_does_not_affect_readers_of_other_processes(context: &TestContext) {
     let lease = context.renewed_lease();
-    let (first, second) = (context.registry_of(lease).await, context.registry_of(lease).await);
+    let (first, second) =
+        (context.registry_with_lease(lease).await, context.registry_with_lease(lease).await);
     let lost = first.obtain("orders:42").read().await.expect("a free lock is acquired");
     let kept = second.obtain("orders:42").read().await.expect("readers share the lock");
     context.break_claim(lost.claim()).await;
@@ -746,7 +747,8 @@ pub async fn a_lost_reader_does_not_affect_readers_of_other_processes(context: &
 /// A forced release is reported to the readers of all processes, and the key is free.
 pub async fn a_forced_release_is_reported_to_all_readers(context: &TestContext) {
     let lease = context.renewed_lease();
-    let (first, second) = (context.registry_of(lease).await, context.registry_of(lease).await);
+    let (first, second) =
+        (context.registry_with_lease(lease).await, context.registry_with_lease(lease).await);
     let mut guards = Vec::new();
     for registry in [&first, &first, &second] {
         guards.push(registry.obtain("orders:42").read().await.expect("readers share the lock"));
@@ -788,7 +790,7 @@ pub async fn a_forced_release_is_reported_to_all_grants_of_a_process_at_once(
 /// A shared lock is renewed while any of its guards is held, beyond two leases.
 pub async fn a_shared_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let first = lock.read().await.expect("a free lock is acquired");
     let second = lock.read().await.expect("readers share the lock");
@@ -953,7 +955,7 @@ pub async fn a_read_with_a_lost_reply_leaves_no_grant(context: &TestContext) {
 async fn waiting_writer(context: &TestContext, client: &dyn LockBackend, lease: Duration) -> Claim {
     let writer = context.claim(ClaimMode::Exclusive).with_lease(lease);
     let writer = writer.with_queueing(Queueing::ExclusiveIntent);
-    assert!(busy(client, &writer).await.is_queued, "the waiting writer has no place");
+    assert!(assert_busy(client, &writer).await.is_queued, "the waiting writer has no place");
     writer
 }
 

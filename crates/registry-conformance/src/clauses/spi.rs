@@ -5,15 +5,17 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use registry_core::{Attempt, Claim, Queueing, Release, Renewal};
 
-use crate::context::{TestContext, attempt, busy, freed, granted, is_free, key, release};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, attempt, is_free, key, release,
+};
 
 /// Repeating the acquire of a granted claim returns `Granted`, and one release frees the key. The
 /// engine repeats a request whose reply was lost.
 pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    granted(&*client, &claim).await;
-    freed(&*client, &claim).await;
+    assert_granted(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await, "two grants of one claim are one hold");
 }
 
@@ -22,8 +24,8 @@ pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
 pub async fn a_granted_claim_is_granted_again_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.held_claim(&*first, context.long_lease()).await;
-    granted(&*second, &claim).await;
-    freed(&*second, &claim).await;
+    assert_granted(&*second, &claim).await;
+    assert_freed(&*second, &claim).await;
     assert!(is_free(&*first, claim.key()).await, "two grants of one claim are one hold");
 }
 
@@ -34,10 +36,10 @@ pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestC
     let second = context.another_client(&first).await;
     let clients = [first, second];
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let attempts = (0..8).map(|n| granted(&*clients[n % 2], &claim));
+    let attempts = (0..8).map(|n| assert_granted(&*clients[n % 2], &claim));
     let grants = join_all(attempts).await;
     assert!(grants.iter().all(|grant| grant.token == grants[0].token), "one grant: {grants:?}");
-    freed(&*clients[0], &claim).await;
+    assert_freed(&*clients[0], &claim).await;
     assert!(is_free(&*clients[1], claim.key()).await, "eight grants of one claim are one hold");
 }
 
@@ -45,10 +47,10 @@ pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestC
 pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.long_lease()).await;
-    granted(&*client, &claim.clone().with_lease(context.short_lease())).await;
+    assert_granted(&*client, &claim.clone().with_lease(context.short_lease())).await;
     tokio::time::sleep(context.short_lease() * 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
-    freed(&*client, &claim).await;
+    assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A grant states a lease that is longer than zero and at most as long as requested. The engine
@@ -56,9 +58,9 @@ pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext
 pub async fn a_grant_states_its_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let grant = granted(&*client, &claim).await;
+    let grant = assert_granted(&*client, &claim).await;
     assert!(grant.lease > Duration::ZERO && grant.lease <= context.long_lease(), "{grant:?}");
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// Claims with the shortest and with the longest lease of the store's capabilities are granted.
@@ -69,7 +71,7 @@ pub async fn the_shortest_and_the_longest_lease_are_granted(context: &TestContex
     assert!(capabilities.lease_min <= capabilities.lease_max, "{capabilities:?}");
     for lease in [capabilities.lease_min, capabilities.lease_max] {
         let claim = Claim::new(key("orders:42"), lease);
-        granted(&*client, &claim).await;
+        assert_granted(&*client, &claim).await;
         // The shortest lease may have expired before the release.
         release(&*client, &claim).await;
         assert!(
@@ -100,10 +102,10 @@ pub async fn a_change_by_one_client_is_visible_to_another_at_once(context: &Test
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..20 {
         let claim = context.held_claim(&*first, context.long_lease()).await;
-        busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
-        freed(&*first, &claim).await;
+        assert_busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
+        assert_freed(&*first, &claim).await;
         let next = context.held_claim(&*second, context.long_lease()).await;
-        freed(&*second, &next).await;
+        assert_freed(&*second, &next).await;
     }
 }
 
@@ -112,15 +114,15 @@ pub async fn a_change_by_one_client_is_visible_to_another_at_once(context: &Test
 pub async fn a_client_answers_correctly_after_a_thousand_requests(context: &TestContext) {
     let client = context.client().await;
     let holder = Claim::new(key("held"), context.long_lease());
-    granted(&*client, &holder).await;
+    assert_granted(&*client, &holder).await;
     for n in 0..250 {
         let claim = Claim::new(key(&format!("orders:n{}", n % 20)), context.long_lease());
-        granted(&*client, &claim).await;
-        busy(&*client, &Claim::new(key("held"), context.long_lease())).await;
-        freed(&*client, &claim).await;
+        assert_granted(&*client, &claim).await;
+        assert_busy(&*client, &Claim::new(key("held"), context.long_lease())).await;
+        assert_freed(&*client, &claim).await;
         assert_eq!(release(&*client, &claim).await, Release::NotHeld);
     }
-    freed(&*client, &holder).await;
+    assert_freed(&*client, &holder).await;
 }
 
 /// 64 concurrent acquires, one renewal of all 64 claims, and 64 concurrent releases through one
@@ -129,11 +131,11 @@ pub async fn many_concurrent_requests_of_one_client_are_all_answered(context: &T
     let client = context.client().await;
     let claims: Vec<_> =
         (0..64).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
-    join_all(claims.iter().map(|claim| granted(&*client, claim))).await;
+    join_all(claims.iter().map(|claim| assert_granted(&*client, claim))).await;
     for answer in client.renew(&claims).await {
         assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
     }
-    join_all(claims.iter().map(|claim| freed(&*client, claim))).await;
+    join_all(claims.iter().map(|claim| assert_freed(&*client, claim))).await;
 }
 
 /// Releasing a refused claim that the store may have queued returns `NotHeld` and removes the claim
@@ -142,12 +144,12 @@ pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
     let client = context.client().await;
     let holder = Claim::new(key("orders:42"), context.long_lease());
     let refused = Claim::new(key("orders:42"), context.long_lease()).with_queueing(Queueing::Join);
-    granted(&*client, &holder).await;
-    busy(&*client, &refused).await;
+    assert_granted(&*client, &holder).await;
+    assert_busy(&*client, &refused).await;
     assert_eq!(release(&*client, &refused).await, Release::NotHeld);
-    freed(&*client, &holder).await;
+    assert_freed(&*client, &holder).await;
     let next = context.held_claim(&*client, context.long_lease()).await;
-    freed(&*client, &next).await;
+    assert_freed(&*client, &next).await;
 }
 
 /// Refused claims that do not queue leave no record in the store. After the holder's release, the
@@ -156,9 +158,9 @@ pub async fn a_busy_claim_leaves_no_record(context: &TestContext) {
     let client = context.client().await;
     let holder = context.held_claim(&*client, context.long_lease()).await;
     for _ in 0..10 {
-        busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
+        assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
-    freed(&*client, &holder).await;
+    assert_freed(&*client, &holder).await;
     assert!(is_free(&*client, holder.key()).await, "a busy claim holds the key");
 }
 
@@ -169,18 +171,18 @@ pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(context: &T
     let claims: Vec<_> = (0..6)
         .map(|_| Claim::new(key("orders:42"), context.long_lease()).with_queueing(Queueing::Join))
         .collect();
-    granted(&*clients[0], &claims[0]).await;
+    assert_granted(&*clients[0], &claims[0]).await;
     for (n, claim) in claims.iter().enumerate().skip(1) {
-        busy(&*clients[n % 2], claim).await;
+        assert_busy(&*clients[n % 2], claim).await;
     }
     for first in 0..claims.len() {
         // Attempts in reverse order: a repeated attempt does not change a claim's place in the
         // queue.
         for (n, claim) in claims.iter().enumerate().skip(first + 1).rev() {
-            busy(&*clients[n % 2], claim).await;
+            assert_busy(&*clients[n % 2], claim).await;
         }
-        granted(&*clients[first % 2], &claims[first]).await;
-        freed(&*clients[first % 2], &claims[first]).await;
+        assert_granted(&*clients[first % 2], &claims[first]).await;
+        assert_freed(&*clients[first % 2], &claims[first]).await;
     }
 }
 
@@ -191,18 +193,18 @@ pub async fn a_released_queued_claim_does_not_block_the_next_one(context: &TestC
     let claims: Vec<_> = (0..3)
         .map(|_| Claim::new(key("orders:42"), context.long_lease()).with_queueing(Queueing::Join))
         .collect();
-    granted(&*client, &claims[0]).await;
-    busy(&*client, &claims[1]).await;
-    busy(&*client, &claims[2]).await;
+    assert_granted(&*client, &claims[0]).await;
+    assert_busy(&*client, &claims[1]).await;
+    assert_busy(&*client, &claims[2]).await;
     assert_eq!(release(&*client, &claims[1]).await, Release::NotHeld);
-    freed(&*client, &claims[0]).await;
-    granted(&*client, &claims[2]).await;
-    freed(&*client, &claims[2]).await;
+    assert_freed(&*client, &claims[0]).await;
+    assert_granted(&*client, &claims[2]).await;
+    assert_freed(&*client, &claims[2]).await;
     assert!(
         matches!(attempt(&*client, &claims[1]).await, Attempt::Granted(_)),
         "the released claim could not be acquired again"
     );
-    freed(&*client, &claims[1]).await;
+    assert_freed(&*client, &claims[1]).await;
 }
 
 /// `diagnose` succeeds on a reachable store and locks nothing. A store that can be inspected has a

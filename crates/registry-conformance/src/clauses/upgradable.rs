@@ -19,8 +19,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew,
-    renewed, unlock,
+    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt,
+    is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
@@ -36,7 +36,7 @@ pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
     for (client, claim) in
         [(&first, before), (&second, upgradable.clone()), (&first, after), (&second, own)]
     {
-        freed(&**client, &claim).await;
+        assert_freed(&**client, &claim).await;
     }
     assert!(is_free(&*first, upgradable.key()).await, "a released claim holds the key");
 }
@@ -48,15 +48,15 @@ pub async fn an_upgradable_claim_excludes_writers_and_a_second_one(context: &Tes
     let upgradable = context.held_in(&*first, ClaimMode::Upgradable).await;
     for mode in [ClaimMode::Upgradable, ClaimMode::Exclusive] {
         for client in [&first, &second] {
-            busy(&**client, &context.claim(mode)).await;
+            assert_busy(&**client, &context.claim(mode)).await;
         }
     }
-    freed(&*first, &upgradable).await;
+    assert_freed(&*first, &upgradable).await;
     let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
-    busy(&*first, &context.claim(ClaimMode::Upgradable)).await;
-    freed(&*second, &writer).await;
+    assert_busy(&*first, &context.claim(ClaimMode::Upgradable)).await;
+    assert_freed(&*second, &writer).await;
     let next = context.held_in(&*first, ClaimMode::Upgradable).await;
-    freed(&*first, &next).await;
+    assert_freed(&*first, &next).await;
 }
 
 /// Of many concurrent upgradable claims of three clients, the store grants exactly one.
@@ -74,7 +74,7 @@ pub async fn of_many_concurrent_upgradable_claims_exactly_one_is_granted(context
         }
         let winners: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
         assert_eq!(winners.len(), 1, "winners of round {round}: {winners:?}");
-        freed(&*winners[0].0, &winners[0].1).await;
+        assert_freed(&*winners[0].0, &winners[0].1).await;
     }
 }
 
@@ -86,20 +86,20 @@ pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestCont
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let next = context.held_in(&*second, ClaimMode::Shared).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    busy(&*first, &upgrade).await;
+    assert_busy(&*first, &upgrade).await;
     for client in [&first, &second] {
-        busy(&**client, &context.claim(ClaimMode::Shared)).await;
+        assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
     }
-    freed(&*second, &next).await;
-    busy(&*first, &upgrade).await;
-    granted(&*second, &reader).await;
-    freed(&*second, &reader).await;
-    busy(&*second, &context.claim(ClaimMode::Shared)).await;
-    granted(&*first, &upgrade).await;
+    assert_freed(&*second, &next).await;
+    assert_busy(&*first, &upgrade).await;
+    assert_granted(&*second, &reader).await;
+    assert_freed(&*second, &reader).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    assert_granted(&*first, &upgrade).await;
     for mode in [ClaimMode::Shared, ClaimMode::Upgradable, ClaimMode::Exclusive] {
-        busy(&*second, &context.claim(mode)).await;
+        assert_busy(&*second, &context.claim(mode)).await;
     }
-    freed(&*first, &claim).await;
+    assert_freed(&*first, &claim).await;
     assert!(is_free(&*second, claim.key()).await, "a released claim holds the key");
 }
 
@@ -107,10 +107,10 @@ pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestCont
 pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext) {
     let client = context.client().await;
     let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
-    granted(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-    busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
-    renewed(&*client, &claim).await;
-    freed(&*client, &claim).await;
+    assert_granted(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+    assert_renewed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
 }
 
@@ -124,24 +124,26 @@ pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext
     let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable];
     for (held, mode) in modes.into_iter().flat_map(|held| modes.map(|mode| (held, mode))) {
         let claim = context.claim(held);
-        let mut grant = granted(&*first, &claim).await;
+        let mut grant = assert_granted(&*first, &claim).await;
         let waiting = context.claim(mode).with_queueing(queueing);
-        busy(&*second, &waiting).await;
+        assert_busy(&*second, &waiting).await;
         if held == ClaimMode::Exclusive {
-            grant = granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
-            busy(&*second, &waiting).await;
+            grant =
+                assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
+            assert_busy(&*second, &waiting).await;
         }
-        let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-        busy(&*second, &waiting).await;
-        freed(&*first, &claim).await;
-        let next = granted(&*second, &waiting).await;
+        let upgraded =
+            assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+        assert_busy(&*second, &waiting).await;
+        assert_freed(&*first, &claim).await;
+        let next = assert_granted(&*second, &waiting).await;
         assert!(
             !context.capabilities().fencing || next.token > upgraded.token,
             "{mode} behind {held}: {next:?} after {upgraded:?}"
         );
-        let again = granted(&*second, &waiting).await;
+        let again = assert_granted(&*second, &waiting).await;
         assert!(!context.capabilities().fencing || again.token == next.token, "{again:?}");
-        freed(&*second, &waiting).await;
+        assert_freed(&*second, &waiting).await;
     }
 }
 
@@ -152,29 +154,29 @@ pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let block = if context.capabilities().fair { 1 } else { 5 };
     let reader = context.claim(ClaimMode::Shared).with_token_block(block);
-    let of_reader = granted(&*second, &reader).await.token;
-    assert!(of_reader > grant.token, "{of_reader:?} after {grant:?}");
-    freed(&*second, &reader).await;
+    let reader_token = assert_granted(&*second, &reader).await.token;
+    assert!(reader_token > grant.token, "{reader_token:?} after {grant:?}");
+    assert_freed(&*second, &reader).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive).with_token_block(block);
-    let upgraded = granted(&*first, &upgrade).await;
+    let upgraded = assert_granted(&*first, &upgrade).await;
     assert!(
-        upgraded.token.get() >= of_reader.get() + u64::from(block),
-        "{upgraded:?} after {of_reader:?}"
+        upgraded.token.get() >= reader_token.get() + u64::from(block),
+        "{upgraded:?} after {reader_token:?}"
     );
-    freed(&*first, &upgrade).await;
+    assert_freed(&*first, &upgrade).await;
     let next_claim = context.claim(ClaimMode::Exclusive);
-    let next = granted(&*second, &next_claim).await;
+    let next = assert_granted(&*second, &next_claim).await;
     assert!(
         next.token.get() >= upgraded.token.get() + u64::from(block),
         "{next:?} after {upgraded:?}"
     );
-    freed(&*second, &next_claim).await;
-    assert_larger_than_of_a_reader_that_waited(context).await;
+    assert_freed(&*second, &next_claim).await;
+    assert_larger_than_token_of_waiting_reader(context).await;
 }
 
 /// A reader waits behind a writer while the upgrade waits for another reader. In a store with a
 /// queue, the reader is granted when the writer leaves.
-async fn assert_larger_than_of_a_reader_that_waited(context: &TestContext) {
+async fn assert_larger_than_token_of_waiting_reader(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let [for_writer, for_reader] = if context.capabilities().fair {
         [Queueing::Join; 2]
@@ -184,21 +186,21 @@ async fn assert_larger_than_of_a_reader_that_waited(context: &TestContext) {
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let holding = context.held_in(&*second, ClaimMode::Shared).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(for_writer);
-    busy(&*second, &writer).await;
+    assert_busy(&*second, &writer).await;
     let reader = context.claim(ClaimMode::Shared).with_queueing(for_reader);
-    busy(&*second, &reader).await;
+    assert_busy(&*second, &reader).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    busy(&*first, &upgrade).await;
+    assert_busy(&*first, &upgrade).await;
     release(&*second, &writer).await;
-    let of_reader = match attempt(&*second, &reader).await {
+    let reader_token = match attempt(&*second, &reader).await {
         Attempt::Granted(grant) => Some(grant.token),
         _ => None,
     };
     release(&*second, &reader).await;
-    freed(&*second, &holding).await;
-    let upgraded = granted(&*first, &upgrade).await;
-    assert!(Some(upgraded.token) > of_reader, "{upgraded:?} after {of_reader:?}");
-    freed(&*first, &upgrade).await;
+    assert_freed(&*second, &holding).await;
+    let upgraded = assert_granted(&*first, &upgrade).await;
+    assert!(Some(upgraded.token) > reader_token, "{upgraded:?} after {reader_token:?}");
+    assert_freed(&*first, &upgrade).await;
 }
 
 /// A repeated upgrade is granted again with the same token, as after a lost reply. One release
@@ -207,12 +209,12 @@ pub async fn a_repeated_upgrade_is_one_conversion(context: &TestContext) {
     let client = context.client().await;
     let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    let first = granted(&*client, &upgrade).await;
+    let first = assert_granted(&*client, &upgrade).await;
     for _ in 0..2 {
-        let again = granted(&*client, &upgrade).await;
+        let again = assert_granted(&*client, &upgrade).await;
         assert!(!context.capabilities().fencing || again.token == first.token, "{again:?}");
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(release(&*client, &claim).await, Release::NotHeld);
     assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
 }
@@ -222,13 +224,13 @@ pub async fn a_repeated_downgrade_is_one_conversion(context: &TestContext) {
     let client = context.client().await;
     for to in [ClaimMode::Upgradable, ClaimMode::Shared] {
         let claim = context.claim(ClaimMode::Exclusive);
-        let grant = granted(&*client, &claim).await;
+        let grant = assert_granted(&*client, &claim).await;
         for _ in 0..3 {
-            let again = granted(&*client, &conversion(&claim, grant, to)).await;
+            let again = assert_granted(&*client, &conversion(&claim, grant, to)).await;
             assert!(!context.capabilities().fencing || again.token == grant.token, "{again:?}");
         }
-        busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
-        freed(&*client, &claim).await;
+        assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+        assert_freed(&*client, &claim).await;
         assert_eq!(release(&*client, &claim).await, Release::NotHeld);
         assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
     }
@@ -238,12 +240,14 @@ pub async fn a_repeated_downgrade_is_one_conversion(context: &TestContext) {
 /// grants nothing.
 pub async fn a_conversion_of_an_ended_claim_grants_nothing(context: &TestContext) {
     let client = context.client().await;
-    let (released, of_released) = upgradable(context, &*client, context.long_lease()).await;
-    freed(&*client, &released).await;
-    let (expired, of_expired) = upgradable(context, &*client, context.short_lease()).await;
+    let (released, released_grant) = upgradable(context, &*client, context.long_lease()).await;
+    assert_freed(&*client, &released).await;
+    let (expired, expired_grant) = upgradable(context, &*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &expired).await;
     let never = context.claim(ClaimMode::Upgradable);
-    for (claim, grant) in [(released, of_released), (expired, of_expired), (never, of_expired)] {
+    for (claim, grant) in
+        [(released, released_grant), (expired, expired_grant), (never, expired_grant)]
+    {
         for to in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
             assert_gone(&*client, &conversion(&claim, grant, to)).await;
         }
@@ -255,12 +259,12 @@ pub async fn a_conversion_of_an_ended_claim_grants_nothing(context: &TestContext
 pub async fn a_conversion_of_a_waiting_claim_grants_nothing(context: &TestContext) {
     let client = context.client().await;
     let reader = context.claim(ClaimMode::Shared);
-    let grant = granted(&*client, &reader).await;
+    let grant = assert_granted(&*client, &reader).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
-    busy(&*client, &writer).await;
+    assert_busy(&*client, &writer).await;
     assert_gone(&*client, &conversion(&writer, grant, ClaimMode::Shared)).await;
     assert_eq!(release(&*client, &writer).await, Release::NotHeld);
-    freed(&*client, &reader).await;
+    assert_freed(&*client, &reader).await;
     assert!(is_free(&*client, reader.key()).await, "a waiting claim holds the key");
 }
 
@@ -269,17 +273,17 @@ pub async fn a_conversion_of_a_waiting_claim_grants_nothing(context: &TestContex
 pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.claim(ClaimMode::Exclusive);
-    let grant = granted(&*first, &claim).await;
-    busy(&*second, &context.claim(ClaimMode::Shared)).await;
-    let weaker = granted(&*first, &conversion(&claim, grant, ClaimMode::Shared)).await;
+    let grant = assert_granted(&*first, &claim).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    let weaker = assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Shared)).await;
     assert!(!context.capabilities().fencing || weaker.token == grant.token, "{weaker:?}");
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
     let other = context.held_in(&*second, ClaimMode::Upgradable).await;
-    busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*second, &other).await;
-    freed(&*second, &reader).await;
-    busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*first, &claim).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*second, &other).await;
+    assert_freed(&*second, &reader).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*first, &claim).await;
     assert!(is_free(&*second, claim.key()).await, "a released claim holds the key");
 }
 
@@ -289,16 +293,17 @@ pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, mut grant) = upgradable(context, &*first, context.long_lease()).await;
     for _ in 0..3 {
-        let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+        let upgraded =
+            assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
         assert!(!context.capabilities().fencing || upgraded.token > grant.token, "{upgraded:?}");
-        busy(&*second, &context.claim(ClaimMode::Shared)).await;
-        grant = granted(&*first, &conversion(&claim, upgraded, ClaimMode::Upgradable)).await;
+        assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
+        grant = assert_granted(&*first, &conversion(&claim, upgraded, ClaimMode::Upgradable)).await;
         assert!(!context.capabilities().fencing || upgraded.token == grant.token, "{grant:?}");
         let reader = context.held_in(&*second, ClaimMode::Shared).await;
-        busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
-        freed(&*second, &reader).await;
+        assert_busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
+        assert_freed(&*second, &reader).await;
     }
-    freed(&*first, &claim).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A late downgrade request, after the claim was upgraded again, does not change its mode: readers
@@ -307,16 +312,16 @@ pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestCont
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
     let withdrawal = conversion(&claim, before, ClaimMode::Upgradable);
-    let upgraded = granted(&*first, &conversion(&claim, before, ClaimMode::Exclusive)).await;
+    let upgraded = assert_granted(&*first, &conversion(&claim, before, ClaimMode::Exclusive)).await;
     let downgrade = conversion(&claim, upgraded, ClaimMode::Upgradable);
-    let weaker = granted(&*first, &downgrade).await;
-    granted(&*first, &conversion(&claim, weaker, ClaimMode::Exclusive)).await;
+    let weaker = assert_granted(&*first, &downgrade).await;
+    assert_granted(&*first, &conversion(&claim, weaker, ClaimMode::Exclusive)).await;
     for late in [withdrawal, downgrade] {
         drop(attempt(&*first, &late).await);
-        busy(&*second, &context.claim(ClaimMode::Shared)).await;
+        assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
     }
-    renewed(&*first, &claim).await;
-    freed(&*first, &claim).await;
+    assert_renewed(&*first, &claim).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A late upgrade request, after the claim was downgraded to shared, does not change its mode and
@@ -325,12 +330,12 @@ pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &Tes
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, before, ClaimMode::Exclusive);
-    let upgraded = granted(&*first, &upgrade).await;
-    granted(&*first, &conversion(&claim, upgraded, ClaimMode::Shared)).await;
+    let upgraded = assert_granted(&*first, &upgrade).await;
+    assert_granted(&*first, &conversion(&claim, upgraded, ClaimMode::Shared)).await;
     assert!(!matches!(attempt(&*first, &upgrade).await, Attempt::Granted(_)));
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    freed(&*second, &reader).await;
-    freed(&*first, &claim).await;
+    assert_freed(&*second, &reader).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A conversion to the mode that the claim has withdraws a waiting upgrade: new readers are granted
@@ -340,15 +345,15 @@ pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    busy(&*first, &upgrade).await;
+    assert_busy(&*first, &upgrade).await;
     let next = context.claim(ClaimMode::Shared);
-    busy(&*second, &next).await;
-    granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
-    granted(&*second, &next).await;
-    freed(&*second, &next).await;
-    freed(&*second, &reader).await;
-    granted(&*first, &upgrade).await;
-    freed(&*first, &claim).await;
+    assert_busy(&*second, &next).await;
+    assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
+    assert_granted(&*second, &next).await;
+    assert_freed(&*second, &next).await;
+    assert_freed(&*second, &reader).await;
+    assert_granted(&*first, &upgrade).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A waiting upgrade that is not repeated stops blocking new readers when the lease of its last
@@ -358,15 +363,15 @@ pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
+    assert_busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
     let next = context.claim(ClaimMode::Shared);
-    busy(&*second, &next).await;
+    assert_busy(&*second, &next).await;
     sleep(context.renewed_lease()).await;
     context.wait_until_granted(&*second, &next).await;
-    renewed(&*first, &claim).await;
-    busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
+    assert_renewed(&*first, &claim).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
     for (client, claim) in [(&second, next), (&second, reader), (&first, claim)] {
-        freed(&**client, &claim).await;
+        assert_freed(&**client, &claim).await;
     }
 }
 
@@ -375,11 +380,11 @@ pub async fn a_release_during_an_upgrade_lets_readers_in(context: &TestContext) 
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
-    busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-    freed(&*first, &claim).await;
+    assert_busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    assert_freed(&*first, &claim).await;
     let next = context.held_in(&*second, ClaimMode::Shared).await;
-    freed(&*second, &next).await;
-    freed(&*second, &reader).await;
+    assert_freed(&*second, &next).await;
+    assert_freed(&*second, &reader).await;
     assert!(is_free(&*first, claim.key()).await, "a released claim holds the key");
 }
 
@@ -387,13 +392,13 @@ pub async fn a_release_during_an_upgrade_lets_readers_in(context: &TestContext) 
 pub async fn an_upgrade_is_granted_after_the_readers_expire(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
-    granted(&*second, &reader).await;
+    assert_granted(&*second, &reader).await;
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     context.wait_until_granted(&*first, &upgrade).await;
     assert_eq!(renew(&*second, &reader).await, Renewal::Gone);
-    busy(&*second, &context.claim(ClaimMode::Shared)).await;
-    freed(&*first, &claim).await;
+    assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// A conversion extends the lease of its claim to at least its own lease, and never shortens it.
@@ -406,20 +411,20 @@ pub async fn a_conversion_extends_the_lease_and_never_shortens_it(context: &Test
     });
     let mut grants = Vec::new();
     for (claim, to) in claims.iter().zip(modes) {
-        let grant = granted(&*client, claim).await;
+        let grant = assert_granted(&*client, claim).await;
         let longer = conversion(claim, grant, to).with_lease(context.long_lease());
-        let converted = granted(&*client, &longer).await;
+        let converted = assert_granted(&*client, &longer).await;
         assert!(converted.lease > context.renewed_lease(), "{converted:?}");
         grants.push(converted);
         let shorter = conversion(claim, converted, to).with_lease(context.short_lease());
-        let again = granted(&*client, &shorter).await;
+        let again = assert_granted(&*client, &shorter).await;
         assert!(again.lease > context.renewed_lease(), "{again:?}");
     }
     sleep(context.renewed_lease() * 3 / 2).await;
     for claim in &claims {
-        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
-        renewed(&*client, claim).await;
-        freed(&*client, claim).await;
+        assert_busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        assert_renewed(&*client, claim).await;
+        assert_freed(&*client, claim).await;
     }
 }
 
@@ -429,13 +434,13 @@ pub async fn the_last_reader_wakes_a_waiting_upgrade(context: &TestContext) {
     let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let refusal = busy(&*first, &upgrade).await;
-    assert_woken(context, &*first, &upgrade, &refusal, async {
-        freed(&*second, &reader).await;
+    let busy = assert_busy(&*first, &upgrade).await;
+    assert_woken(context, &*first, &upgrade, &busy, async {
+        assert_freed(&*second, &reader).await;
     })
     .await;
-    granted(&*first, &upgrade).await;
-    freed(&*first, &claim).await;
+    assert_granted(&*first, &upgrade).await;
+    assert_freed(&*first, &claim).await;
 }
 
 /// In a store with wake-ups, a downgrade and a withdrawn upgrade end the `wait` of a reader.
@@ -443,25 +448,25 @@ pub async fn a_weaker_mode_wakes_waiting_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for to in [ClaimMode::Upgradable, ClaimMode::Shared] {
         let claim = context.claim(ClaimMode::Exclusive);
-        let grant = granted(&*first, &claim).await;
+        let grant = assert_granted(&*first, &claim).await;
         let reader = context.claim(ClaimMode::Shared);
-        let refusal = busy(&*second, &reader).await;
-        assert_woken(context, &*second, &reader, &refusal, async {
-            granted(&*first, &conversion(&claim, grant, to)).await;
+        let busy = assert_busy(&*second, &reader).await;
+        assert_woken(context, &*second, &reader, &busy, async {
+            assert_granted(&*first, &conversion(&claim, grant, to)).await;
         })
         .await;
-        granted(&*second, &reader).await;
+        assert_granted(&*second, &reader).await;
         if to == ClaimMode::Upgradable {
-            busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+            assert_busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
             let next = context.claim(ClaimMode::Shared);
-            let refusal = busy(&*second, &next).await;
-            assert_woken(context, &*second, &next, &refusal, async {
-                granted(&*first, &conversion(&claim, grant, to)).await;
+            let busy = assert_busy(&*second, &next).await;
+            assert_woken(context, &*second, &next, &busy, async {
+                assert_granted(&*first, &conversion(&claim, grant, to)).await;
             })
             .await;
         }
-        freed(&*second, &reader).await;
-        freed(&*first, &claim).await;
+        assert_freed(&*second, &reader).await;
+        assert_freed(&*first, &claim).await;
     }
 }
 
@@ -469,9 +474,9 @@ pub async fn a_weaker_mode_wakes_waiting_readers(context: &TestContext) {
 pub async fn inspect_returns_the_mode_after_a_conversion(context: &TestContext) {
     let client = context.client().await;
     let claim = context.claim(ClaimMode::Upgradable).with_label(Some("host:1".into()));
-    let mut grant = granted(&*client, &claim).await;
+    let mut grant = assert_granted(&*client, &claim).await;
     for to in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
-        grant = granted(&*client, &conversion(&claim, grant, to)).await;
+        grant = assert_granted(&*client, &conversion(&claim, grant, to)).await;
         let holders = admin(&*client).inspect(claim.key()).await.expect("inspect answers");
         let [holder] = holders.as_slice() else { panic!("one holder: {holders:?}") };
         assert_eq!(holder.mode, to);
@@ -480,7 +485,7 @@ pub async fn inspect_returns_the_mode_after_a_conversion(context: &TestContext) 
             assert_eq!(holder.label.as_deref(), Some("host:1"));
         }
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// After a forced release, a conversion of the claim returns `Gone`.
@@ -492,7 +497,7 @@ pub async fn a_claim_that_was_released_by_force_cannot_be_converted(context: &Te
     assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
     let next = context.held_in(&*client, ClaimMode::Exclusive).await;
     assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-    freed(&*client, &next).await;
+    assert_freed(&*client, &next).await;
 }
 
 /// `upgrade` waits for the readers of other processes, blocks new ones, and returns an exclusive
@@ -507,7 +512,7 @@ pub async fn a_guard_is_upgraded_after_the_readers_and_downgraded(context: &Test
     context.wait_until_readers_are_blocked(&third).await;
     assert!(poll!(&mut upgrade).is_pending(), "a writer next to a reader");
     unlock(reader).await;
-    let guard = finished(context, upgrade).await.expect("the lock is upgraded");
+    let guard = output_of(context, upgrade).await.expect("the lock is upgraded");
     assert_eq!(guard.mode(), ClaimMode::Exclusive);
     assert!(!context.capabilities().fencing || guard.fencing_token() > before, "{guard:?}");
     assert!(third.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
@@ -587,7 +592,7 @@ pub async fn a_dropped_upgrade_frees_the_key(context: &TestContext) {
 /// acquire the lock.
 pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     let (local, reading) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let third = context.registry().await;
     let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
     let guard = acquire_upgradable(&local).await;
@@ -595,7 +600,7 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     let upgrade = tokio::spawn(guard.upgrade());
     context.wait_until_readers_are_blocked(&third).await;
     context.break_claim(&claim).await;
-    match finished(context, upgrade).await {
+    match output_of(context, upgrade).await {
         Err(LockError::Lost { reason: LostReason::Gone, .. }) => {}
         other => panic!("a lost lock is upgraded: {other:?}"),
     }
@@ -607,20 +612,20 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
 
 /// A `lost` future that was obtained before a conversion reports a loss after it, and no earlier.
 pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(context: &TestContext) {
-    let registry = context.registry_of(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = acquire_upgradable(&registry).await;
-    let (mut of_first, unpolled) = (pin!(guard.lost()), guard.lost());
-    assert!(poll!(of_first.as_mut()).is_pending());
+    let (mut first_lost, unpolled) = (pin!(guard.lost()), guard.lost());
+    assert!(poll!(first_lost.as_mut()).is_pending());
     let guard = guard.upgrade().await.expect("the lock is upgraded");
-    let mut of_second = pin!(guard.lost());
-    assert!(poll!(of_second.as_mut()).is_pending());
+    let mut second_lost = pin!(guard.lost());
+    assert!(poll!(second_lost.as_mut()).is_pending());
     let guard = guard.downgrade().await.expect("the lock is downgraded");
     sleep(context.renewed_lease() / 2).await;
-    assert!(poll!(of_first.as_mut()).is_pending(), "a conversion is reported as a loss");
-    assert!(poll!(of_second.as_mut()).is_pending(), "a conversion is reported as a loss");
+    assert!(poll!(first_lost.as_mut()).is_pending(), "a conversion is reported as a loss");
+    assert!(poll!(second_lost.as_mut()).is_pending(), "a conversion is reported as a loss");
     context.break_claim(guard.claim()).await;
     let limit = context.renewed_lease() + context.max_wait();
-    for lost in [of_first, of_second] {
+    for lost in [first_lost, second_lost] {
         let reason = timeout(limit, lost).await.expect("the loss is reported");
         assert_eq!(reason, LostReason::Gone);
     }
@@ -634,7 +639,7 @@ pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(contex
 /// A converted lock is renewed beyond its lease, in each mode.
 pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
     let mut guard = acquire_upgradable(&local).await;
     sleep(context.renewed_lease() * 3 / 2).await;
     guard = guard.upgrade().await.expect("the lock is held");
@@ -794,7 +799,7 @@ pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) 
     assert!(writers.iter().all(|writer| !writer.is_finished()), "two exclusive guards");
     unlock(guard).await;
     for writer in writers {
-        finished(context, writer).await;
+        output_of(context, writer).await;
     }
 }
 
@@ -847,7 +852,7 @@ pub async fn close_ends_a_waiting_upgrade(context: &TestContext) {
     context.wait_until_readers_are_blocked(&third).await;
     let report = local.close(context.max_wait()).await;
     assert_eq!(report.abandoned, 0, "{report:?}");
-    match finished(context, upgrade).await {
+    match output_of(context, upgrade).await {
         Err(LockError::Closed | LockError::Lost { .. }) => {}
         other => panic!("a closed registry upgrades: {other:?}"),
     }
@@ -951,7 +956,7 @@ async fn upgradable(
     lease: Duration,
 ) -> (Claim, Grant) {
     let claim = context.claim(ClaimMode::Upgradable).with_lease(lease);
-    let grant = granted(client, &claim).await;
+    let grant = assert_granted(client, &claim).await;
     (claim, grant)
 }
 
@@ -971,10 +976,10 @@ async fn assert_woken(
     context: &TestContext,
     client: &dyn LockBackend,
     claim: &Claim,
-    refusal: &Busy,
+    busy: &Busy,
     change: impl Future<Output = ()>,
 ) {
-    let wait = timeout(context.max_wait(), client.wait(claim, refusal));
+    let wait = timeout(context.max_wait(), client.wait(claim, busy));
     let later = async {
         sleep(Duration::from_millis(50)).await;
         change.await;
@@ -988,7 +993,7 @@ async fn acquire_upgradable(registry: &Registry) -> LockGuard {
 }
 
 /// Returns the output of `task`. Panics unless the task ends within `max_wait`.
-async fn finished<T>(context: &TestContext, task: JoinHandle<T>) -> T {
+async fn output_of<T>(context: &TestContext, task: JoinHandle<T>) -> T {
     let output = timeout(context.max_wait(), task).await.expect("the call ends");
     output.expect("no panic")
 }

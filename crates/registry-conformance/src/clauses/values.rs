@@ -5,16 +5,16 @@ use registry_core::{
     ValueWrite,
 };
 
-use crate::context::{TestContext, admin, busy, freed, granted, key, values};
+use crate::context::{TestContext, admin, assert_busy, assert_freed, assert_granted, key, values};
 
 /// A key has no value until a holder has written one. A busy claim is no holder.
 pub async fn a_key_has_no_value_before_the_first_write(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(read(&*client, "orders:42").await, None);
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    assert_granted(&*client, &claim).await;
     assert_eq!(read(&*client, "orders:42").await, None);
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// The value of a holder is visible to every client at once, with the token of its writer, and
@@ -22,58 +22,59 @@ pub async fn a_key_has_no_value_before_the_first_write(context: &TestContext) {
 pub async fn a_value_is_visible_to_all_clients_and_survives_the_release(context: &TestContext) {
     let (writer, reader) = (context.client().await, context.client().await);
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*writer, &claim).await.token;
-    written(&*writer, &claim, token, b"tick 7").await;
+    let token = assert_granted(&*writer, &claim).await.token;
+    assert_written(&*writer, &claim, token, b"tick 7").await;
     let value = Some(LockValue::new(b"tick 7".to_vec(), token));
     assert_eq!(read(&*writer, "orders:42").await, value);
     assert_eq!(read(&*reader, "orders:42").await, value);
-    freed(&*writer, &claim).await;
+    assert_freed(&*writer, &claim).await;
     assert_eq!(read(&*reader, "orders:42").await, value);
     let next = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*reader, &next).await;
+    assert_granted(&*reader, &next).await;
     assert_eq!(read(&*reader, "orders:42").await, value);
-    freed(&*reader, &next).await;
+    assert_freed(&*reader, &next).await;
 }
 
 /// A value contains any bytes, from none to the maximum, and a later one replaces it.
 pub async fn a_value_has_any_bytes_up_to_the_maximum(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders: é\n\"{}%42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
+    let token = assert_granted(&*client, &claim).await.token;
     let all_bytes: Vec<u8> = (0..=u8::MAX).cycle().take(LockValue::MAX_BYTES).collect();
     for bytes in [all_bytes, Vec::new(), vec![0], b"'; --".to_vec()] {
-        written(&*client, &claim, token, &bytes).await;
+        assert_written(&*client, &claim, token, &bytes).await;
         let value = read(&*client, claim.key().as_str()).await.expect("a value was written");
         assert_eq!(value.bytes, bytes);
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A write may be repeated, because its reply may have been lost.
 pub async fn a_repeated_write_is_written_again(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
+    let token = assert_granted(&*client, &claim).await.token;
     for _ in 0..3 {
-        written(&*client, &claim, token, b"once").await;
+        assert_written(&*client, &claim, token, b"once").await;
     }
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A claim that was released, was never granted, or waits, writes nothing.
 pub async fn only_a_holder_writes_the_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
-    written(&*client, &claim, token, b"first").await;
+    let token = assert_granted(&*client, &claim).await.token;
+    assert_written(&*client, &claim, token, b"first").await;
     let waiting = Claim::new(key("orders:42"), context.long_lease());
     let waiting = waiting.with_queueing(Queueing::Join);
-    busy(&*client, &waiting).await;
-    not_held(&*client, &waiting, token).await;
+    assert_busy(&*client, &waiting).await;
+    assert_write_refused(&*client, &waiting, token).await;
     client.release(&waiting).await.expect("a waiting claim is released");
-    freed(&*client, &claim).await;
-    not_held(&*client, &claim, token).await;
-    not_held(&*client, &Claim::new(key("orders:43"), context.long_lease()), token).await;
+    assert_freed(&*client, &claim).await;
+    assert_write_refused(&*client, &claim, token).await;
+    assert_write_refused(&*client, &Claim::new(key("orders:43"), context.long_lease()), token)
+        .await;
     let value = read(&*client, "orders:42").await.map(|value| value.bytes);
     assert_eq!(value, Some(b"first".to_vec()));
     assert_eq!(read(&*client, "orders:43").await, None);
@@ -83,37 +84,37 @@ pub async fn only_a_holder_writes_the_value(context: &TestContext) {
 pub async fn a_holder_writes_while_others_wait(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
+    let token = assert_granted(&*client, &claim).await.token;
     let waiting = Claim::new(key("orders:42"), context.long_lease());
     let waiting = waiting.with_queueing(Queueing::Join);
-    busy(&*client, &waiting).await;
-    written(&*client, &claim, token, b"beside a waiter").await;
+    assert_busy(&*client, &waiting).await;
+    assert_written(&*client, &claim, token, b"beside a waiter").await;
     client.release(&waiting).await.expect("a waiting claim is released");
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A holder whose lease has ended writes nothing, whether or not another claim was granted since.
 pub async fn an_expired_holder_does_not_write_the_value(context: &TestContext) {
     let client = context.client().await;
     let expiring = Claim::new(key("orders:42"), context.short_lease());
-    let token = granted(&*client, &expiring).await.token;
-    written(&*client, &expiring, token, b"in time").await;
+    let token = assert_granted(&*client, &expiring).await.token;
+    assert_written(&*client, &expiring, token, b"in time").await;
     let successor = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &successor).await;
-    not_held(&*client, &expiring, token).await;
+    assert_write_refused(&*client, &expiring, token).await;
     let value = read(&*client, "orders:42").await.map(|value| value.bytes);
     assert_eq!(value, Some(b"in time".to_vec()));
-    freed(&*client, &successor).await;
-    not_held(&*client, &expiring, token).await;
+    assert_freed(&*client, &successor).await;
+    assert_write_refused(&*client, &expiring, token).await;
 }
 
 /// A holder whose lock was broken writes nothing.
 pub async fn a_holder_of_a_broken_lock_does_not_write_the_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
+    let token = assert_granted(&*client, &claim).await.token;
     admin(&*client).force_release(claim.key()).await.expect("a held lock is broken");
-    not_held(&*client, &claim, token).await;
+    assert_write_refused(&*client, &claim, token).await;
     assert_eq!(read(&*client, "orders:42").await, None);
 }
 
@@ -122,25 +123,25 @@ pub async fn a_holder_of_a_broken_lock_does_not_write_the_value(context: &TestCo
 pub async fn a_late_write_does_not_replace_a_newer_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(5);
-    let first = granted(&*client, &claim).await.token;
+    let first = assert_granted(&*client, &claim).await.token;
     let second = first.checked_add(1).expect("a token after the first one");
-    written(&*client, &claim, second, b"second hold").await;
-    not_held(&*client, &claim, first).await;
+    assert_written(&*client, &claim, second, b"second hold").await;
+    assert_write_refused(&*client, &claim, first).await;
     assert_eq!(
         read(&*client, "orders:42").await,
         Some(LockValue::new(b"second hold".to_vec(), second))
     );
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// A shared holder writes nothing, and reads the value.
 pub async fn a_shared_holder_does_not_write_the_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_mode(ClaimMode::Shared);
-    let token = granted(&*client, &claim).await.token;
-    not_held(&*client, &claim, token).await;
+    let token = assert_granted(&*client, &claim).await.token;
+    assert_write_refused(&*client, &claim, token).await;
     assert_eq!(read(&*client, "orders:42").await, None);
-    freed(&*client, &claim).await;
+    assert_freed(&*client, &claim).await;
 }
 
 /// Values of different keys are independent, and none of them is a lock.
@@ -149,9 +150,9 @@ pub async fn values_of_different_keys_are_independent(context: &TestContext) {
     let names = ["orders:1", "orders:2", "orders:1:token", "orders:1:value"];
     for name in names {
         let claim = Claim::new(key(name), context.long_lease());
-        let token = granted(&*client, &claim).await.token;
-        written(&*client, &claim, token, name.as_bytes()).await;
-        freed(&*client, &claim).await;
+        let token = assert_granted(&*client, &claim).await.token;
+        assert_written(&*client, &claim, token, name.as_bytes()).await;
+        assert_freed(&*client, &claim).await;
     }
     for name in names {
         let value = read(&*client, name).await.map(|value| value.bytes);
@@ -163,9 +164,9 @@ pub async fn values_of_different_keys_are_independent(context: &TestContext) {
 pub async fn a_value_is_not_a_lock(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
-    written(&*client, &claim, token, b"done").await;
-    freed(&*client, &claim).await;
+    let token = assert_granted(&*client, &claim).await.token;
+    assert_written(&*client, &claim, token, b"done").await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(admin(&*client).list().await.expect("locks are listed"), []);
     assert_eq!(admin(&*client).inspect(claim.key()).await.expect("a key is inspected"), []);
 }
@@ -174,9 +175,9 @@ pub async fn a_value_is_not_a_lock(context: &TestContext) {
 pub async fn a_value_survives_a_restart(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
-    written(&*client, &claim, token, b"kept").await;
-    freed(&*client, &claim).await;
+    let token = assert_granted(&*client, &claim).await.token;
+    assert_written(&*client, &claim, token, b"kept").await;
+    assert_freed(&*client, &claim).await;
     client.close().await;
     drop(client);
     context.restart().await;
@@ -189,9 +190,9 @@ pub async fn values_of_other_namespaces_are_not_visible(context: &TestContext) {
     let client = context.client().await;
     let other = context.other_namespace().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let token = granted(&*client, &claim).await.token;
-    written(&*client, &claim, token, b"here").await;
-    freed(&*client, &claim).await;
+    let token = assert_granted(&*client, &claim).await.token;
+    assert_written(&*client, &claim, token, b"here").await;
+    assert_freed(&*client, &claim).await;
     assert_eq!(read(&*other, "orders:42").await, None);
 }
 
@@ -260,12 +261,17 @@ async fn read(client: &dyn LockBackend, name: &str) -> Option<LockValue> {
     values(client).value(&key(name)).await.expect("the value is read").value
 }
 
-async fn written(client: &dyn LockBackend, claim: &Claim, token: FencingToken, value: &[u8]) {
+async fn assert_written(
+    client: &dyn LockBackend,
+    claim: &Claim,
+    token: FencingToken,
+    value: &[u8],
+) {
     let write = values(client).set_value(claim, token, value).await;
     assert_eq!(write.expect("the value is written"), ValueWrite::Written);
 }
 
-async fn not_held(client: &dyn LockBackend, claim: &Claim, token: FencingToken) {
+async fn assert_write_refused(client: &dyn LockBackend, claim: &Claim, token: FencingToken) {
     let write = values(client).set_value(claim, token, b"of no holder").await;
     assert_eq!(write.expect("the store responds"), ValueWrite::NotHeld);
 }

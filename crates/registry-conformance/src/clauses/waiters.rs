@@ -6,7 +6,9 @@ use registry_core::{
     Claim, ClaimMode, Key, LockBackend, LockOptions, Queueing, Registry, WaiterStore, WaitingClaim,
 };
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, release, unlock};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, is_free, key, release, unlock,
+};
 
 /// A claim that waits for a held key is listed for this key and for all keys, with its mode, to
 /// every client. The holder is not listed.
@@ -16,7 +18,7 @@ pub async fn a_waiting_claim_is_listed_with_its_key_and_mode(context: &TestConte
     let holder = context.held_claim(&*holding, context.long_lease()).await;
     assert_eq!(listed(&*operator, Some("orders:42")).await, []);
     let claim = context.claim(ClaimMode::Exclusive);
-    wait_in(&*waiting, &claim).await;
+    start_waiting(&*waiting, &claim).await;
     for name in [Some("orders:42"), None] {
         let found = listed(&*operator, name).await;
         let [found] = found.as_slice() else { panic!("one claim waits: {found:?}") };
@@ -26,8 +28,8 @@ pub async fn a_waiting_claim_is_listed_with_its_key_and_mode(context: &TestConte
         }
     }
     assert_eq!(listed(&*operator, Some("orders:43")).await, []);
-    give_up(&*waiting, &claim).await;
-    freed(&*holding, &holder).await;
+    stop_waiting(&*waiting, &claim).await;
+    assert_freed(&*holding, &holder).await;
 }
 
 /// A claim that gives up is not listed any more. Giving up may be repeated.
@@ -36,15 +38,15 @@ pub async fn a_claim_that_gives_up_is_not_listed_any_more(context: &TestContext)
     let holder = context.held_claim(&*holding, context.long_lease()).await;
     let (first, second) =
         (context.claim(ClaimMode::Exclusive), context.claim(ClaimMode::Exclusive));
-    wait_in(&*waiting, &first).await;
-    wait_in(&*waiting, &second).await;
-    wait_in(&*waiting, &second).await;
+    start_waiting(&*waiting, &first).await;
+    start_waiting(&*waiting, &second).await;
+    start_waiting(&*waiting, &second).await;
     assert_eq!(listed(&*holding, Some("orders:42")).await.len(), 2);
     for left in [1, 1, 0] {
-        give_up(&*waiting, if left == 1 { &first } else { &second }).await;
+        stop_waiting(&*waiting, if left == 1 { &first } else { &second }).await;
         assert_eq!(listed(&*holding, Some("orders:42")).await.len(), left);
     }
-    freed(&*holding, &holder).await;
+    assert_freed(&*holding, &holder).await;
 }
 
 /// Waiting readers and permits are listed with their modes and units.
@@ -53,12 +55,12 @@ pub async fn waiting_claims_of_all_modes_are_listed(context: &TestContext) {
     let holder = context.held_claim(&*client, context.long_lease()).await;
     for mode in [ClaimMode::Shared, ClaimMode::Permits { take: 2, of: 5 }] {
         let claim = context.claim(mode);
-        wait_in(&*client, &claim).await;
+        start_waiting(&*client, &claim).await;
         let found = listed(&*client, Some("orders:42")).await;
         assert_eq!(found.iter().map(|it| it.mode).collect::<Vec<_>>(), [mode]);
-        give_up(&*client, &claim).await;
+        stop_waiting(&*client, &claim).await;
     }
-    freed(&*client, &holder).await;
+    assert_freed(&*client, &holder).await;
 }
 
 /// Labels and keys with special characters are listed unchanged.
@@ -69,18 +71,18 @@ pub async fn listed_labels_and_keys_are_unchanged(context: &TestContext) {
             continue;
         }
         let holder = Claim::new(key(name), context.long_lease());
-        granted(&*client, &holder).await;
+        assert_granted(&*client, &holder).await;
         let label = format!("label of {name}");
         let claim =
             Claim::new(key(name), context.long_lease()).with_label(Some(label.as_str().into()));
-        wait_in(&*client, &claim).await;
-        for asked in [Some(name), None] {
-            let found = listed(&*client, asked).await;
+        start_waiting(&*client, &claim).await;
+        for filter in [Some(name), None] {
+            let found = listed(&*client, filter).await;
             let [found] = found.as_slice() else { panic!("one claim waits: {found:?}") };
             assert_eq!((found.key.as_str(), found.label.as_deref()), (name, Some(&*label)));
         }
-        give_up(&*client, &claim).await;
-        freed(&*client, &holder).await;
+        stop_waiting(&*client, &claim).await;
+        assert_freed(&*client, &holder).await;
     }
 }
 
@@ -88,12 +90,12 @@ pub async fn listed_labels_and_keys_are_unchanged(context: &TestContext) {
 pub async fn a_registered_claim_affects_no_grant(context: &TestContext) {
     let client = context.client().await;
     let claim = context.claim(ClaimMode::Exclusive);
-    wait_in(&*client, &claim).await;
+    start_waiting(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await);
     let holder = context.held_claim(&*client, context.long_lease()).await;
-    give_up(&*client, &claim).await;
-    busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
-    freed(&*client, &holder).await;
+    stop_waiting(&*client, &claim).await;
+    assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+    assert_freed(&*client, &holder).await;
     assert!(is_free(&*client, claim.key()).await);
 }
 
@@ -102,14 +104,14 @@ pub async fn a_registered_claim_affects_no_grant(context: &TestContext) {
 pub async fn a_registration_lapses_with_its_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.short_lease());
-    wait_in(&*client, &claim).await;
+    start_waiting(&*client, &claim).await;
     let longer = claim.clone().with_lease(context.long_lease());
-    wait_in(&*client, &longer).await;
+    start_waiting(&*client, &longer).await;
     let found = listed(&*client, None).await;
     let [found] = found.as_slice() else { panic!("one claim waits: {found:?}") };
     assert!(found.expires_in > Some(context.short_lease()), "{found:?}");
-    give_up(&*client, &longer).await;
-    wait_in(&*client, &claim).await;
+    stop_waiting(&*client, &longer).await;
+    start_waiting(&*client, &claim).await;
     context
         .eventually("the registration lapses", async || listed(&*client, None).await.is_empty())
         .await;
@@ -120,12 +122,12 @@ pub async fn namespaces_share_no_waiters(context: &TestContext) {
     let (local, remote) = (context.client().await, context.other_namespace().await);
     let holder = context.held_claim(&*local, context.long_lease()).await;
     let claim = context.claim(ClaimMode::Exclusive);
-    wait_in(&*local, &claim).await;
+    start_waiting(&*local, &claim).await;
     assert_eq!(listed(&*remote, Some("orders:42")).await, []);
     assert_eq!(listed(&*remote, None).await, []);
     assert_eq!(listed(&*local, None).await.len(), 1);
-    give_up(&*local, &claim).await;
-    freed(&*local, &holder).await;
+    stop_waiting(&*local, &claim).await;
+    assert_freed(&*local, &holder).await;
 }
 
 /// A caller that waits longer than a second is listed with its label, until its future is dropped.
@@ -170,9 +172,9 @@ pub async fn a_waiting_caller_that_acquires_the_lock_is_not_listed_any_more(cont
 }
 
 /// Makes `claim` wait for its key: in the queue of the store, or by a registration.
-async fn wait_in(client: &dyn LockBackend, claim: &Claim) {
+async fn start_waiting(client: &dyn LockBackend, claim: &Claim) {
     if client.capabilities().fair {
-        busy(client, &claim.clone().with_queueing(Queueing::Join)).await;
+        assert_busy(client, &claim.clone().with_queueing(Queueing::Join)).await;
     } else {
         let registered = waiters(client).register(claim, Duration::ZERO).await;
         registered.expect("a claim is registered");
@@ -180,7 +182,7 @@ async fn wait_in(client: &dyn LockBackend, claim: &Claim) {
 }
 
 /// Ends the wait of `claim`.
-async fn give_up(client: &dyn LockBackend, claim: &Claim) {
+async fn stop_waiting(client: &dyn LockBackend, claim: &Claim) {
     if client.capabilities().fair {
         release(client, claim).await;
     } else {

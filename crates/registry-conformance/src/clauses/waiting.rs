@@ -11,7 +11,7 @@ use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, unlock};
+use crate::context::{TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock};
 use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
 
@@ -38,17 +38,17 @@ async fn assert_a_release_wakes(
 ) {
     let holder = Claim::new(key("orders:42"), context.long_lease());
     let waiter = Claim::new(key("orders:42"), context.long_lease());
-    granted(holding, &holder).await;
-    let refusal = busy(waiting, &waiter).await;
-    let wait = timeout(context.max_wait(), waiting.wait(&waiter, &refusal));
+    assert_granted(holding, &holder).await;
+    let busy = assert_busy(waiting, &waiter).await;
+    let wait = timeout(context.max_wait(), waiting.wait(&waiter, &busy));
     let release = async {
         sleep(Duration::from_millis(50)).await;
-        freed(holding, &holder).await;
+        assert_freed(holding, &holder).await;
     };
     let (woken, ()) = join(wait, release).await;
     woken.expect("a release ends the wait");
-    granted(waiting, &waiter).await;
-    freed(waiting, &waiter).await;
+    assert_granted(waiting, &waiter).await;
+    assert_freed(waiting, &waiter).await;
 }
 
 /// In a store with wake-ups, a release between the busy answer and the call of `wait` ends the
@@ -58,10 +58,10 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(context: &TestContext
     for _ in 0..5 {
         let holder = Claim::new(key("orders:42"), context.long_lease());
         let waiter = Claim::new(key("orders:42"), context.long_lease());
-        granted(&*first, &holder).await;
-        let refusal = busy(&*second, &waiter).await;
-        freed(&*first, &holder).await;
-        let wait = timeout(context.max_wait(), second.wait(&waiter, &refusal));
+        assert_granted(&*first, &holder).await;
+        let busy = assert_busy(&*second, &waiter).await;
+        assert_freed(&*first, &holder).await;
+        let wait = timeout(context.max_wait(), second.wait(&waiter, &busy));
         wait.await.expect("the release came before the wait and was missed");
     }
 }
@@ -74,20 +74,18 @@ pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContex
         (0..5).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     let mut waiters = Vec::new();
     for holder in &holders {
-        granted(&*first, holder).await;
+        assert_granted(&*first, holder).await;
         let waiter = Claim::new(holder.key().clone(), context.long_lease());
-        let refusal = busy(&*second, &waiter).await;
-        waiters.push((waiter, refusal));
+        let busy = assert_busy(&*second, &waiter).await;
+        waiters.push((waiter, busy));
     }
-    let waits = join_all(waiters.iter().map(async |(waiter, refusal)| {
-        timeout(context.max_wait(), second.wait(waiter, refusal))
-            .await
-            .expect("its key was released");
+    let waits = join_all(waiters.iter().map(async |(waiter, busy)| {
+        timeout(context.max_wait(), second.wait(waiter, busy)).await.expect("its key was released");
     }));
     let releases = async {
         sleep(Duration::from_millis(50)).await;
         for holder in holders.iter().rev() {
-            freed(&*first, holder).await;
+            assert_freed(&*first, holder).await;
         }
     };
     join(waits, releases).await;
@@ -100,27 +98,27 @@ pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
     let holder = context.held_claim(&*client, context.long_lease()).await;
     for n in 0..10 {
         let waiter = Claim::new(key("orders:42"), context.long_lease());
-        let refusal = busy(&*client, &waiter).await;
-        drop(timeout(Duration::from_millis(n), client.wait(&waiter, &refusal)).await);
+        let busy = assert_busy(&*client, &waiter).await;
+        drop(timeout(Duration::from_millis(n), client.wait(&waiter, &busy)).await);
     }
-    freed(&*client, &holder).await;
+    assert_freed(&*client, &holder).await;
     assert!(is_free(&*client, holder.key()).await, "a dropped wait holds something");
 }
 
 /// A waiter acquires the lock after another caller of the same process unlocks it.
 pub async fn a_waiter_acquires_the_lock_when_this_process_unlocks_it(context: &TestContext) {
     let registry = context.registry().await;
-    assert_released_to(&registry, &registry).await;
+    assert_waiter_acquires(&registry, &registry).await;
 }
 
 /// A waiter acquires the lock after another process unlocks it.
 pub async fn a_waiter_acquires_the_lock_when_another_process_unlocks_it(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    assert_released_to(&remote, &local).await;
-    assert_released_to(&local, &remote).await;
+    assert_waiter_acquires(&remote, &local).await;
+    assert_waiter_acquires(&local, &remote).await;
 }
 
-async fn assert_released_to(from: &Registry, to: &Registry) {
+async fn assert_waiter_acquires(from: &Registry, to: &Registry) {
     let guard = from.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let lock = to.obtain("orders:42");
     let mut waiting = pin!(lock.lock());
@@ -259,7 +257,7 @@ pub async fn a_waiter_acquires_the_lock_after_a_lost_wake_up(context: &TestConte
     let faulty = context.faulty(Faults::none().always(Operation::Wait, Fault::LoseWake)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
-    assert_released_to(&remote, &local).await;
+    assert_waiter_acquires(&remote, &local).await;
 }
 
 /// A premature wake-up neither ends the wait nor grants the lock. The waiter tries to acquire, and
@@ -270,7 +268,7 @@ pub async fn a_premature_wake_up_neither_ends_the_wait_nor_grants(context: &Test
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     assert_wait_ends_at_its_deadline(context, &remote, &local).await;
-    assert_released_to(&remote, &local).await;
+    assert_waiter_acquires(&remote, &local).await;
 }
 
 /// A waiter retries after a refused request, a lost request and a lost reply, and acquires the

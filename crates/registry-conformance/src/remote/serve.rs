@@ -75,7 +75,7 @@ mod tests {
 
     use super::*;
 
-    fn sent<T: Serialize + DeserializeOwned>(value: &T) -> T {
+    fn round_trip<T: Serialize + DeserializeOwned>(value: &T) -> T {
         serde_json::from_str(&serde_json::to_string(value).unwrap()).unwrap()
     }
 
@@ -100,13 +100,13 @@ mod tests {
                 let conversion = conversion.of_grant(FencingToken::new(9).unwrap());
                 for claim in [claim, conversion] {
                     let request = BackendRequest::Acquire(claim);
-                    assert_eq!(sent(&request), request);
+                    assert_eq!(round_trip(&request), request);
                 }
             }
             let holder = Holder::new(key.clone()).with_mode(mode);
             let busy = Busy::new().with_holder(holder).with_place().with_other_units(3);
             for reply in [Attempt::Busy(busy), Attempt::Gone] {
-                assert_eq!(sent(&reply), reply);
+                assert_eq!(round_trip(&reply), reply);
             }
         }
     }
