@@ -99,7 +99,7 @@ impl TestContext {
         Claim::new(key("orders:42"), self.long_lease()).with_mode(mode)
     }
 
-    /// Returns a new claim of `orders:42` in this mode, which `client` was granted.
+    /// Acquires `orders:42` through `client` with a new claim in this mode, and returns the claim.
     pub(crate) async fn held_in(&self, client: &dyn LockBackend, mode: ClaimMode) -> Claim {
         let claim = self.claim(mode);
         assert_granted(client, &claim).await;
@@ -118,22 +118,22 @@ impl TestContext {
         self.eventually("readers can enter", async || enters_as_reader(registry).await).await;
     }
 
-    /// Returns a new claim of `orders:42` with this lease, which `client` was granted.
+    /// Acquires `orders:42` through `client` with a new claim of this lease, and returns the claim.
     pub(crate) async fn held_claim(&self, client: &dyn LockBackend, lease: Duration) -> Claim {
         let claim = Claim::new(key("orders:42"), lease);
         assert_granted(client, &claim).await;
         claim
     }
 
-    /// Asserts that the lock of `guard` is lost for this reason, at most `lease` and a pause of a
-    /// loaded machine from now.
+    /// Asserts that the lock of `guard` is lost for this reason within `lease` plus
+    /// [`Self::max_wait`].
     pub(crate) async fn assert_lost(&self, guard: &LockGuard, lease: Duration, reason: LostReason) {
         let lost = timeout(lease + self.max_wait(), guard.lost()).await;
         assert_eq!(lost.expect("the loss is reported"), reason);
     }
 
-    /// Acquires and releases the lock through `registry`. Panics unless it is free long before a
-    /// long lease would end.
+    /// Acquires and releases the lock through `registry`. Panics unless the lock becomes free
+    /// within [`Self::max_wait`], long before a [`Self::long_lease`] ends.
     pub(crate) async fn assert_becomes_free(&self, registry: &Registry, name: &str) {
         let guard = registry.obtain(name).try_lock_for(self.max_wait()).await;
         let guard = guard.unwrap_or_else(|error| panic!("acquiring {name:?} failed: {error:?}"));
@@ -225,12 +225,12 @@ impl TestContext {
         client.close().await;
     }
 
-    /// Waits until `check` returns true. Panics after [`Self::max_wait`].
+    /// Waits until `check` returns true. Panics with `what` after [`Self::max_wait`].
     pub(crate) async fn eventually(&self, what: &str, check: impl AsyncFnMut() -> bool) {
         self.within(self.max_wait(), what, check).await;
     }
 
-    /// Waits until `check` returns true. Panics after `limit`.
+    /// Waits until `check` returns true. Panics with `what` after `limit`.
     pub(crate) async fn within(
         &self,
         limit: Duration,
@@ -239,7 +239,7 @@ impl TestContext {
     ) {
         let until = Instant::now() + limit;
         while !check().await {
-            assert!(Instant::now() < until, "within {limit:?}, {what}");
+            assert!(Instant::now() < until, "not within {limit:?}: {what}");
             sleep(Duration::from_millis(10)).await;
         }
     }
@@ -259,7 +259,8 @@ impl TestContext {
         others: usize,
     ) {
         if !self.capabilities.inspect {
-            // Only an attempt could show the expiry, and it would change what the clause tests.
+            // Without `inspect`, only an acquire could detect the expiry, and that would write to
+            // the key.
             sleep(claim.lease() * 3 / 2 + Duration::from_millis(50)).await;
             return;
         }
@@ -281,7 +282,7 @@ impl TestContext {
             match attempt(client, claim).await {
                 Attempt::Granted(grant) => return grant,
                 Attempt::Busy(busy) => {
-                    assert!(Instant::now() < until, "{:?} is never free: {busy:?}", claim.key());
+                    assert!(Instant::now() < until, "{:?} is not free in time: {busy:?}", claim.key());
                 }
                 Attempt::Gone => panic!("{:?} is no conversion", claim.key()),
             }
@@ -318,7 +319,7 @@ impl Observer for BusyCount {
     }
 }
 
-/// Counts the holders in a critical section, and panics if a new one may not be in it.
+/// Counts the holders in a critical section. Panics if a new holder breaks the exclusion.
 #[derive(Debug, Default)]
 pub(crate) struct Section(AtomicUsize);
 
@@ -328,16 +329,16 @@ impl Section {
     /// Runs `work` as the only holder.
     pub(crate) async fn write(&self, work: impl Future<Output = ()>) {
         let before = self.0.fetch_add(Self::WRITER, Ordering::AcqRel);
-        assert_eq!(before, 0, "a writer holds next to others");
+        assert_eq!(before, 0, "a writer holds next to other holders");
         work.await;
         self.0.fetch_sub(Self::WRITER, Ordering::AcqRel);
     }
 
-    /// Runs `work` with `units`, next to others that have at most `of` units together.
+    /// Runs `work` as a holder of `units`. All holders together may have at most `of` units.
     pub(crate) async fn share(&self, units: usize, of: usize, work: impl Future<Output = ()>) {
         let before = self.0.fetch_add(units, Ordering::AcqRel);
         assert!(before < Self::WRITER, "a reader or permit holds next to a writer");
-        assert!(before + units <= of, "{units} units next to {before}, of {of}");
+        assert!(before + units <= of, "{units} units next to {before}: more than {of}");
         work.await;
         self.0.fetch_sub(units, Ordering::AcqRel);
     }
@@ -374,6 +375,7 @@ pub(crate) fn admin(client: &dyn LockBackend) -> &dyn LockAdmin {
     client.admin().expect("a store that can be inspected has an admin")
 }
 
+/// Returns the value blocks of a store that has them.
 pub(crate) fn values(client: &dyn LockBackend) -> &dyn ValueStore {
     client.values().expect("a store with value blocks")
 }
@@ -435,7 +437,7 @@ pub(crate) fn assert_busy<'a>(
     }
 }
 
-/// Renews `claim` alone. Panics on a store error.
+/// Renews `claim` in a batch of its own. Panics on a store error.
 #[track_caller]
 pub(crate) fn renew<'a>(
     client: &'a dyn LockBackend,
@@ -487,6 +489,7 @@ pub(crate) fn assert_freed<'a>(
     }
 }
 
+/// Returns the answer. Panics on a store error, with the location of the clause's call.
 fn unwrap_answer<T>(
     at: &Location<'_>,
     operation: &str,

@@ -1,6 +1,6 @@
 //! A backend that wraps another one and loses, delays and repeats its requests and replies,
 //! according to a script or a random seed. For tests of the engine and of code that uses the
-//! engine. Decides nothing about locks.
+//! engine. Contains no lock logic of its own.
 #![deny(clippy::missing_trait_methods)]
 
 use std::fmt;
@@ -27,7 +27,7 @@ pub use plan::{Fault, Faults, Operation};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///
-/// A fault never invents a result of the inner store. It loses, delays, repeats or refuses
+/// A fault never invents a result of the wrapped backend. It loses, delays, repeats or refuses
 /// requests, and it loses or delays replies. On a paused single-threaded runtime, the same seed
 /// gives the same faults.
 ///
@@ -90,8 +90,8 @@ impl FaultyBackend {
         self.plan().calls(operation)
     }
 
-    /// Returns how often all operations except [`Operation::Wait`], which needs no answer of the
-    /// store, were called since the start.
+    /// Returns how often all operations except [`Operation::Wait`] were called since the start. A
+    /// wait needs no answer of the store.
     #[must_use]
     pub fn requests(&self) -> u64 {
         let plan = self.plan();
@@ -283,9 +283,9 @@ impl LockBackend for FaultyBackend {
         }
     }
 
-    // Notifications need no request, so no fault applies to them.
-    fn subscribe(&self, hints: Invalidations) {
-        self.inner.subscribe(hints);
+    // An invalidation is not a request, so no fault applies to it.
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.inner.subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -300,7 +300,7 @@ impl LockBackend for FaultyBackend {
         self.inner.values().map(|_| self as &dyn ValueStore)
     }
 
-    // No grant depends on the registrations of waiters, so no fault applies to them.
+    // No grant depends on waiter registrations, so no fault applies to them.
     fn waiters(&self) -> Option<&dyn WaiterStore> {
         self.inner.waiters()
     }

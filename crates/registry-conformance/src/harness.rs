@@ -20,7 +20,7 @@ pub trait Harness: Debug + Send + Sync {
     /// server.
     ///
     /// Called once per clause, inside the runtime of that clause. Panics if the store cannot be
-    /// created, because an unavailable store is a failure and never a skip.
+    /// created: an unavailable store fails the clause and never skips it.
     async fn store(&self) -> Box<dyn Store>;
 }
 
@@ -40,9 +40,8 @@ pub enum Clock {
 
 /// One isolated store under test.
 ///
-/// Only [`client`](Self::client) is required. The defaults of some other methods exclude the
-/// clauses that need these methods. The caller of [`conformance!`](crate::conformance) then lists
-/// these needs in `without`.
+/// Only [`client`](Self::client) is required. Some defaults declare that a feature is missing. You
+/// then list that feature in `without` of [`conformance!`](crate::conformance).
 #[async_trait]
 pub trait Store: Debug + Send + Sync {
     /// Opens a further client of this store with connections of its own, as another process would.
@@ -60,7 +59,7 @@ pub trait Store: Debug + Send + Sync {
     }
 
     /// Returns whether the clients return the store's responses unchanged. The default is true.
-    /// Return false if the clients inject faults: then only the clauses that use the engine apply.
+    /// Return false if the clients inject faults. Only the clauses that use the engine then apply.
     fn faithful(&self) -> bool {
         true
     }
@@ -71,8 +70,8 @@ pub trait Store: Debug + Send + Sync {
         true
     }
 
-    /// Returns whether concurrent attempts may block each other, so that none of them is granted.
-    /// The default is false. Return true for a quorum.
+    /// Returns whether concurrent attempts may block each other, so that the store grants none of
+    /// them. The default is false. Return true for a quorum.
     fn may_split_votes(&self) -> bool {
         false
     }

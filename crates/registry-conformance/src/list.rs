@@ -1,5 +1,5 @@
-//! The only list of clauses, from which every macro that needs all clauses is expanded. A test
-//! compares it with the sources.
+//! The only list of clauses. Each macro that needs all clauses is expanded from it. The test
+//! `every_clause_function_is_in_the_list` compares this list with the functions in `clauses`.
 
 use crate::need::Need;
 use crate::run::Clause;

@@ -1,5 +1,5 @@
-//! Features that a clause needs beyond the required operations, and checks whether a store has
-//! them.
+//! The features that a clause can need beyond the required operations, and the check whether a
+//! store has them.
 
 use std::fmt;
 
@@ -126,8 +126,8 @@ impl Need {
             Self::ReportsInvalidations => Some(capabilities.reports_invalidations),
             Self::Labels => Some(capabilities.labels),
             Self::Inspect => Some(capabilities.inspect),
-            // A store beyond this process outlives its clients, so its harness can always restart
-            // it.
+            // A store outside this process outlives its clients, so its harness must be able to
+            // restart it.
             Self::Restart if capabilities.reach > Reach::Process => Some(true),
             _ => None,
         }

@@ -1,10 +1,10 @@
-//! A client of a store that runs in another process, for stores that must exclude processes and not
+//! Runs the client of a store in another process, to test that the store excludes processes and not
 //! only tasks.
 //!
 //! The other process calls [`serve`] with a client that it opened itself. [`RemoteBackend`] starts
-//! the process and sends every call to it, over its standard input and output. A helper process
-//! with other requests can use the same [`protocol`]. The other process is usually the test program
-//! itself:
+//! the process and sends the requests to its standard input. The replies arrive on its standard
+//! output. A helper process for other requests can use the same [`protocol`]. The other process is
+//! usually the test program itself:
 //!
 //! ```no_run
 //! # use std::process::Command;
@@ -54,14 +54,15 @@ pub use serve::serve;
 
 /// A backend whose requests are executed by another process.
 ///
-/// Calls that need no store (capabilities, key checks, shards) are answered by a client in this
-/// process. Dropping this backend kills the other process.
+/// A client in this process answers the calls that need no lock request: capabilities, key checks,
+/// shards, and the registrations of waiters. Dropping this backend kills the other process.
 pub struct RemoteBackend {
     local: Arc<dyn LockBackend>,
     child: Mutex<Child>,
-    /// Set to `None` at the end. The other process then reads the end of its input, and ends.
+    /// `None` after `close`. The other process then reads the end of its input, and ends.
     stdin: Mutex<Option<ChildStdin>>,
-    next: AtomicU64,
+    /// The number of the next message.
+    next_number: AtomicU64,
     pending: Arc<Mutex<PendingReplies>>,
 }
 
@@ -82,18 +83,18 @@ impl RemoteBackend {
         let mut child = program.spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         // The other process sends this reply without a request.
-        let (ready, is_ready) = oneshot::channel();
-        let pending = Arc::new(Mutex::new(Some(HashMap::from([(protocol::READY, ready)]))));
+        let (ready_sender, ready) = oneshot::channel();
+        let pending = HashMap::from([(protocol::READY, ready_sender)]);
+        let pending = Arc::new(Mutex::new(Some(pending)));
         if let Some(stdout) = stdout {
             let pending = Arc::clone(&pending);
             std::thread::spawn(move || read_replies(BufReader::new(stdout), &pending));
         }
         let (child, stdin) = (Mutex::new(child), Mutex::new(stdin));
-        let backend =
-            Self { local, child, stdin, next: AtomicU64::new(protocol::READY + 1), pending };
-        let ready = is_ready.await;
+        let next_number = AtomicU64::new(protocol::READY + 1);
+        let backend = Self { local, child, stdin, next_number, pending };
         let ended = |_| io::Error::other("the other process ended before it called `serve`");
-        ready.map_err(ended)?.map_err(io::Error::other)?;
+        ready.await.map_err(ended)?.map_err(io::Error::other)?;
         Ok(backend)
     }
 
@@ -102,21 +103,21 @@ impl RemoteBackend {
         &self,
         request: BackendRequest,
     ) -> Result<T, BackendError> {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.answer(number, Message::Request(number, request)).await
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        self.call(number, Message::Request(number, request)).await
     }
 
-    /// Sends a message with this number and returns the result.
-    async fn answer<T: DeserializeOwned>(
+    /// Sends a message with this number, waits for the reply, and returns its result.
+    async fn call<T: DeserializeOwned>(
         &self,
         number: u64,
         message: Message<BackendRequest>,
     ) -> Result<T, BackendError> {
-        let (answer, answered) = oneshot::channel();
-        let pending = locked(&self.pending).as_mut().map(|pending| pending.insert(number, answer));
-        pending.ok_or_else(process_ended)?;
+        let (sender, result) = oneshot::channel();
+        let inserted = locked(&self.pending).as_mut().map(|pending| pending.insert(number, sender));
+        inserted.ok_or_else(process_ended)?;
         self.send(&message)?;
-        let value = answered.await.map_err(|_| process_ended())??;
+        let value = result.await.map_err(|_| process_ended())??;
         serde_json::from_value(value).map_err(|error| {
             let message = format!("unexpected reply of the other process: {error}");
             BackendError::new(BackendErrorKind::Protocol, message)
@@ -131,12 +132,13 @@ impl RemoteBackend {
     }
 }
 
-/// A wait that was sent. If its caller drops it, the other process must cancel it.
+/// Cancels the wait with this number in the other process when it is dropped. After the reply to
+/// the wait, the cancellation has no effect.
 struct CancelOnDrop<'a>(&'a RemoteBackend, u64);
 
 impl Drop for CancelOnDrop<'_> {
     fn drop(&mut self) {
-        // Its failure has no effect: the wait is over, or the process has ended.
+        // If the message cannot be sent, the other process has ended, and so has the wait.
         let _ = self.0.send(&Message::Cancel(self.1));
     }
 }
@@ -146,10 +148,10 @@ fn read_replies(stdout: impl BufRead, pending: &Mutex<PendingReplies>) {
     for line in stdout.lines().map_while(Result::ok) {
         // A test program also prints its own lines.
         let Ok(Reply { reply_to, result }) = serde_json::from_str(&line) else { continue };
-        let answer = locked(pending).as_mut().and_then(|pending| pending.remove(&reply_to));
-        if let Some(answer) = answer {
+        let sender = locked(pending).as_mut().and_then(|pending| pending.remove(&reply_to));
+        if let Some(sender) = sender {
             // The caller may have been dropped.
-            let _ = answer.send(result);
+            let _ = sender.send(result);
         }
     }
     *locked(pending) = None;
@@ -167,7 +169,7 @@ fn process_ended() -> BackendError {
 impl LockBackend for RemoteBackend {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.local.capabilities();
-        // The local client receives loss notifications only for its own claims.
+        // The local client receives invalidations only for claims of its own.
         capabilities.reports_invalidations = false;
         capabilities
     }
@@ -194,11 +196,11 @@ impl LockBackend for RemoteBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let _cancel_on_drop = CancelOnDrop(self, number);
         let wait = Message::Request(number, BackendRequest::Wait(claim.clone(), busy.clone()));
-        // A hint may never arrive, so an error of the process is treated as a missing hint.
-        if self.answer::<()>(number, wait).await.is_err() {
+        // A wake-up may be lost, so an error of the other process is treated as a lost wake-up.
+        if self.call::<()>(number, wait).await.is_err() {
             std::future::pending::<()>().await;
         }
     }
@@ -211,15 +213,15 @@ impl LockBackend for RemoteBackend {
         self.local.values().map(|_| self as &dyn ValueStore)
     }
 
-    // Registrations belong to no client.
+    // The registration of a waiter belongs to no client, so the local client can make it.
     fn waiters(&self) -> Option<&dyn WaiterStore> {
         self.local.waiters()
     }
 
     async fn close(&self) {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         // A process that has ended needs no closing.
-        let _ = self.answer::<()>(number, Message::Close(number)).await;
+        let _ = self.call::<()>(number, Message::Close(number)).await;
         *locked(&self.stdin) = None;
         self.local.close().await;
     }

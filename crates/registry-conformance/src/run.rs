@@ -47,14 +47,15 @@ pub fn clauses() -> &'static [Clause] {
 /// skip.
 pub fn run(harness: impl Harness + 'static, theme: &str, name: &str) {
     let clause = find(theme, name);
-    let (done, waiting) = mpsc::channel::<()>();
+    let (done_sender, done) = mpsc::channel::<()>();
     let thread = std::thread::spawn(move || {
         // Dropped when the clause ends or panics.
-        let _done = done;
+        let _done_sender = done_sender;
         runtime(&harness).block_on(run_clause(&harness, clause));
     });
-    // On paused time, a clause that spins would never reach its own limit.
-    if let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(CLAUSE_LIMIT) {
+    // On paused time, a clause that loops without waiting would never reach its limit in
+    // `run_clause`.
+    if let Err(RecvTimeoutError::Timeout) = done.recv_timeout(CLAUSE_LIMIT) {
         panic!("{clause:?} is not complete after {CLAUSE_LIMIT:?}");
     }
     if let Err(panic) = thread.join() {
@@ -62,7 +63,7 @@ pub fn run(harness: impl Harness + 'static, theme: &str, name: &str) {
     }
 }
 
-#[expect(clippy::future_not_send, reason = "a clause runs where it begins")]
+#[expect(clippy::future_not_send, reason = "a clause stays on its thread")]
 async fn run_clause(harness: &dyn Harness, clause: &Clause) {
     let context = TestContext::open(harness).await;
     for need in clause.needs {
@@ -71,7 +72,8 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
             Need::Roaming => Some(context.store().roams()),
             need => need.stated_by(context.capabilities()),
         };
-        // The clause itself checks what the capabilities do not determine.
+        // Other needs are checked by the call that uses the feature, such as
+        // `TestContext::restart`.
         assert!(known != Some(false), "the store has no {need}: list it in `without`");
     }
     if timeout(context.limit(), (clause.call)(&context)).await.is_err() {
@@ -81,8 +83,8 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
 }
 
 /// Checks the tests that [`conformance!`](crate::conformance) emitted: each clause was emitted, the
-/// numbers of run and skipped clauses are those stated by the caller, and no feature of the store
-/// is skipped.
+/// numbers of run and skipped clauses are those that the caller states, and `without` lists exactly
+/// the features that the store lacks.
 ///
 /// # Panics
 /// If one of these checks fails.

@@ -1,5 +1,5 @@
-//! Runs the suite over servers that many clauses share, each clause in a namespace of its own.
-//! Without the cost of a server for each clause, all of them take about a minute.
+//! Runs the suite over servers that many clauses share, each clause in a namespace of its own. A
+//! full run takes about a minute, because only clauses that restart or wipe a server start one.
 //! [`conformance!`](crate::conformance) starts a store for each clause instead.
 
 use std::any::Any;
@@ -19,7 +19,8 @@ use crate::list::CLAUSES;
 use crate::need::Need;
 use crate::run::{Clause, run};
 
-/// The number of clauses that run concurrently. Most of the time they wait.
+/// The number of clauses that run concurrently. Clauses mostly wait, so this may exceed the number
+/// of cores.
 const CONCURRENT_CLAUSES: usize = 8;
 
 /// The environment variable with the number of retries of a failed clause.
@@ -66,8 +67,8 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
 }
 
 /// Runs all clauses that the servers of `start` support. Clauses that restart or wipe the servers
-/// get servers of their own. `runs` and `skips` are the expected numbers of clauses, so that none
-/// is skipped unnoticed.
+/// get servers of their own. `runs` and `skips` are the expected numbers of clauses, so that no
+/// clause is skipped unnoticed.
 ///
 /// With the environment variable `CONFORMANCE_RETRIES`, a failed clause runs again up to that many
 /// times and is reported on the standard output. Clauses of `exclusion` and `fencing` run once.
@@ -116,7 +117,7 @@ pub fn assert_conformance_on_shared_servers<S, F>(
 }
 
 /// Runs the clause until it passes, at most `retries` times again. Returns the last failure.
-#[expect(clippy::print_stdout, reason = "the report of a test")]
+#[expect(clippy::print_stdout, reason = "reports flaky clauses")]
 fn run_with_retries<H: Harness + 'static>(
     harness: impl Fn(u32) -> H,
     clause: &Clause,
@@ -158,12 +159,14 @@ fn panic_message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic")
 }
 
-/// The servers for one clause.
+/// The harness of one clause: the shared servers, or new servers if the clause restarts or wipes
+/// them.
 struct SharedHarness<S> {
     start: Arc<Start<S>>,
     servers: Arc<RwLock<S>>,
     clause: &'static Clause,
-    /// Counts from 0. Each attempt has a namespace of its own: a failed one can leave locks.
+    /// Counts from 0. Each attempt has a namespace of its own, because a failed attempt can leave
+    /// locks.
     attempt: u32,
 }
 

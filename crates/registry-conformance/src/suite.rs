@@ -63,7 +63,7 @@ macro_rules! __conformance {
             $harness
         }
 
-        // Removes the needs of a clause one by one. If one of them is missing, the clause is
+        // Removes the needs of a clause one by one. If the store lacks one of them, the clause is
         // ignored.
         macro_rules! __clause {
             ($d theme:ident $d name:ident []) => {
@@ -120,7 +120,7 @@ macro_rules! __conformance {
 macro_rules! __ignored {
     (faithful $test:item) => {
         #[test]
-        #[ignore = "the test injects faults, so the replies of the store itself are unknown"]
+        #[ignore = "the harness injects faults, so the replies of the store itself are unknown"]
         $test
     };
     (fencing $test:item) => {
@@ -210,7 +210,7 @@ macro_rules! __ignored {
     };
     (remote $test:item) => {
         #[test]
-        #[ignore = "the harness has no other process"]
+        #[ignore = "the harness starts no other process"]
         $test
     };
 }

@@ -10,26 +10,26 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// How long a pending future may stay without a wake-up. Only a future that waits for nothing
-/// reaches this limit.
+/// How long a pending future may stay without a wake-up. A future reaches this limit only if no
+/// event will ever wake it.
 const WAKE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How one run of a swept future ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SweepOutcome<T> {
-    /// It was dropped right after this many polls, or before the first one.
+    /// The future was dropped right after this many polls, or before the first one.
     Dropped {
         /// The number of polls.
         polls: usize,
     },
-    /// It was dropped after this many polls and after the wake-up for the next one. The awaited
-    /// event had occurred, but the future had not seen it.
+    /// The future was dropped after this many polls and after the wake-up for the next poll. The
+    /// awaited event had occurred, but the future had not observed it.
     DroppedWoken {
         /// The number of polls.
         polls: usize,
     },
-    /// It completed.
+    /// The future completed.
     Completed {
         /// The number of polls.
         polls: usize,
@@ -38,8 +38,8 @@ pub enum SweepOutcome<T> {
     },
 }
 
-/// Drops futures of `make` after each number of polls, until one completes, and returns the number
-/// of polls of that one.
+/// Drops futures of `make` after each number of polls, until one of them completes. Returns the
+/// number of polls of the completed future.
 ///
 /// For n = 0, 1, …, each future is polled n times. For each n, one future is dropped right after
 /// its n-th poll, and another one after the wake-up that follows this poll. `check` runs after
@@ -80,7 +80,7 @@ where
     Fut: Future<Output = T>,
 {
     for polls in 0..=polls_max {
-        // A future that was never polled cannot be woken, so it is dropped in one way only.
+        // A future that was never polled is never woken, so it is dropped only once.
         for woken in if polls == 0 { &[false][..] } else { &[false, true][..] } {
             let end = run(make().await, polls, *woken).await;
             let completed = match &end {
@@ -101,14 +101,14 @@ where
 async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) -> SweepOutcome<T> {
     let signal = Arc::new(TestWaker(Notify::new()));
     let waker = Waker::from(Arc::clone(&signal));
-    // The budget of the surrounding task would add polls that depend on other futures.
+    // Without `unconstrained`, tokio's cooperative budget would add polls that depend on other
+    // futures of the task.
     let mut future = pin!(tokio::task::unconstrained(future));
     for polls in 1..=polls_max {
         if polls > 1 {
             signal.woken().await;
         }
-        // Polled with its own waker, so that each of its wake-ups causes one poll and no others
-        // occur.
+        // Polled with a waker of its own, so that only its own wake-ups cause polls, one poll each.
         let poll = poll_fn(|_| Poll::Ready(future.as_mut().poll(&mut Context::from_waker(&waker))));
         if let Poll::Ready(output) = poll.await {
             return SweepOutcome::Completed { polls, output };
@@ -129,7 +129,7 @@ impl TestWaker {
     async fn woken(&self) {
         timeout(WAKE_LIMIT, self.0.notified())
             .await
-            .expect("a pending future is woken within a minute");
+            .expect("a pending future is woken within `WAKE_LIMIT`");
     }
 }
 

@@ -1,8 +1,5 @@
 //! Guards and futures may be dropped, or left unpolled, at any point: no key stays locked.
-#![expect(
-    clippy::async_yields_async,
-    reason = "the sweep polls the created future; creating it must not"
-)]
+#![expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -132,8 +129,8 @@ pub async fn a_grant_for_an_unpolled_lock_ends_with_its_lease(context: &TestCont
     late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A `lock` future may wait for the store on behalf of its process. If it is left unpolled, the
-/// next caller of the process can proceed after a lease.
+/// A `lock` future with the local permit waits for the store on behalf of its process. If it is
+/// left unpolled, the next caller of the process can proceed after a lease.
 pub async fn an_unpolled_lock_does_not_block_the_next_caller_of_its_process(context: &TestContext) {
     let (local, remote) =
         (context.registry_with_lease(context.short_lease()).await, context.registry().await);
@@ -147,9 +144,9 @@ pub async fn an_unpolled_lock_does_not_block_the_next_caller_of_its_process(cont
     late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
-/// After a lease, a waiter that is left unpolled loses its lock or claim, and the next caller
-/// receives it. This applies to the local lock, to a claim, and to a further guard of its owner's
-/// lock.
+/// If a waiter is left unpolled after it became the next holder, the next caller acquires the lock
+/// after a lease. The waiter may have received the local permit, a claim by hand-over, or a further
+/// guard of its owner's lock.
 pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &TestContext) {
     let (local, remote) =
         (context.registry_with_lease(context.short_lease()).await, context.registry().await);
@@ -286,8 +283,8 @@ pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(conte
 /// A registry keeps no local lock for keys that are no longer used.
 pub async fn no_local_lock_remains_for_unused_keys(context: &TestContext) {
     let registry = context.registry().await;
-    let held = context.registry().await;
-    let remote_guard = held.obtain("orders:n3").lock().await.expect("a free lock is acquired");
+    let remote = context.registry().await;
+    let remote_guard = remote.obtain("orders:n3").lock().await.expect("a free lock is acquired");
     for n in 0..20 {
         let lock = registry.obtain(&format!("orders:n{}", n % 4));
         match n % 4 {
@@ -340,8 +337,8 @@ pub async fn lock_may_be_dropped_at_every_poll(context: &TestContext) {
     sweep_acquisition(context, make, [&remote, &local]).await;
 }
 
-/// A `try_lock_for` future that waits for another process may be dropped at every poll, so at every
-/// step of waiting. The key is soon free.
+/// A `try_lock_for` future that waits for another process may be dropped at every poll. The key is
+/// soon free.
 pub async fn a_waiting_lock_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
@@ -383,8 +380,8 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(context: &TestCont
         let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
-    // `remote` does not know of a request in flight, but callers of `local` queue behind it. So
-    // `local` is first.
+    // `local` is first, because its callers queue behind the request in flight. A caller of
+    // `remote` would not wait for this request.
     sweep_acquisition(context, make, [&local, &remote]).await;
 }
 
@@ -408,7 +405,7 @@ pub async fn unlock_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
-/// A `renew` future may be dropped at every poll. The guard stays held and can be renewed again.
+/// An `extend` future may be dropped at every poll. The guard stays held and can be extended again.
 pub async fn renew_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = context.faulty(Faults::none().always(Operation::Renew, slow)).await;
@@ -440,7 +437,7 @@ pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
 
 #[expect(
     clippy::future_not_send,
-    reason = "it is Send whenever the work is; the bound cannot be written yet"
+    reason = "the future is `Send` if that of `work` is, which no bound can express yet"
 )]
 async fn sweep_with_guard(
     context: &TestContext,
@@ -510,7 +507,8 @@ pub async fn reentry_may_be_dropped_at_every_poll(context: &TestContext) {
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// Locks the mutex, also if it is poisoned: a panic elsewhere is reported by its own test.
+/// Locks the mutex even if it is poisoned, because the panic that poisoned it is reported
+/// elsewhere.
 fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -522,5 +520,5 @@ async fn unlock_soon(guard: LockGuard) {
 
 const POLLS_MAX: usize = 1_000;
 
-/// Long enough for the store to answer an attempt.
+/// Long enough for the store to answer one attempt.
 const REQUEST_TIME: Duration = Duration::from_millis(300);

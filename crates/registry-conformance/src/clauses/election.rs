@@ -40,8 +40,8 @@ pub async fn one_candidate_leads_at_a_time(context: &TestContext) {
     candidates.shutdown().await;
 }
 
-/// A step-down signals the work, waits for its end, releases the lock, and only then reports that
-/// the candidate follows.
+/// A step-down signals the work, waits for its end, releases the lock, and only then reports
+/// `Leadership::Follower`.
 pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let election = local.election("role");
@@ -61,15 +61,16 @@ pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestCo
     let token = wait_until_leads(context, &election).await;
     assert!(election.step_down());
     assert_eq!(stopped.await.expect("the work is signalled"), token);
-    // The work drains, so the candidate leads still.
+    // The work has not ended, so the candidate still leads.
     assert_eq!(*leadership.borrow_and_update(), Leadership::Leader(token));
     assert!(remote.obtain("role").try_lock().await.expect("the store answers").is_none());
     end.send(()).expect("the work waits");
-    within(context, leadership.wait_for(|now| *now == Leadership::Follower)).await.expect("alive");
+    let follows = leadership.wait_for(|now| *now == Leadership::Follower);
+    within(context, follows).await.expect("the candidate lives");
     let lock = remote.obtain("role").try_lock().await.expect("the store answers");
     lock.expect("a follower has released the lock").unlock().await.expect("the lock is released");
     running.await.expect("no panic").expect("the term ends").expect("the work has ended");
-    assert!(!election.step_down(), "it leads no more");
+    assert!(!election.step_down(), "a follower stepped down");
 }
 
 /// Work that does not react to a step-down is dropped at the end of its lease.
@@ -104,7 +105,8 @@ pub async fn another_candidate_leads_after_a_step_down(context: &TestContext) {
                 {
                     return token;
                 }
-                // The other candidate may not wait yet when this one steps down.
+                // Repeated, because the other candidate may not be waiting yet when this one steps
+                // down.
                 elections[1 - next].step_down();
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -139,7 +141,8 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
     assert_eq!(within(context, changes.changed()).await.expect("the role is read"), None);
 }
 
-/// Observers see the vacancy when a leader died: the record stays, but no claim holds the role.
+/// After a leader has died, observers see the vacancy: the record stays, but no claim holds the
+/// role.
 pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
     let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
@@ -182,7 +185,7 @@ pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &Test
     running.abort();
 }
 
-/// A candidate leads after the lease of a leader that died.
+/// A candidate leads after the lease of a dead leader.
 pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
     let dead = context.client().await;
     assert_granted(&*dead, &Claim::new(key("role"), context.short_lease())).await;
@@ -211,8 +214,8 @@ pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestCon
     lock.unlock().await.expect("the lock is released");
 }
 
-/// A step-down whose release has no reply still reports that the candidate follows, and the role
-/// becomes free.
+/// If the release of a step-down has no reply, the candidate still reports `Leadership::Follower`,
+/// and the role becomes free.
 pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
     let faults = Faults::none().at(Operation::SetValue, 2, Fault::LoseReply).at(
         Operation::Release,
@@ -237,8 +240,8 @@ pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
     lock.unlock().await.expect("the lock is released");
 }
 
-/// Of the waiting candidates, the one with the highest priority leads next, also if it began to
-/// wait later, and also when a vacancy follows long after another one.
+/// Of the waiting candidates, the one with the highest priority leads next, even if it began to
+/// wait later. This also applies to a vacancy that follows long after an earlier one.
 pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestContext) {
     let mut elections = Vec::new();
     for _ in 0..4 {
@@ -258,13 +261,14 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
         let token = wait_until_leads(context, &elections[next]).await;
         assert!(last < token || !context.capabilities().fencing, "{token} after {last}");
         last = token;
-        // The others have left the role to this one for less than that.
+        // The other candidates deferred to this one for less than a lease. After a lease, that time
+        // must not count at the next vacancy.
         tokio::time::sleep(context.renewed_lease()).await;
     }
     running[1].abort();
 }
 
-/// A candidate with a lower priority leads nevertheless if the preferred one does not.
+/// A candidate with a lower priority leads if the preferred candidate does not.
 pub async fn a_preferred_candidate_that_does_not_lead_keeps_no_role(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     // Announces a priority without a campaign, as a candidate does that has just died.
@@ -302,7 +306,7 @@ pub async fn an_election_ends_when_its_registry_is_closed(context: &TestContext)
     assert_eq!(*election.leadership().borrow(), Leadership::Follower);
 }
 
-/// A campaign may be dropped at every poll: the role is free again, and the candidate follows.
+/// A campaign may be dropped at every poll. The role is then free, and the candidate is a follower.
 #[expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 pub async fn a_campaign_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);

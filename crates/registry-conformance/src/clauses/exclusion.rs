@@ -220,7 +220,7 @@ async fn assert_never_overlap(registries: &[Registry], tasks_each: usize, rounds
         }
     }
     let done: usize = tasks.join_all().await.into_iter().sum();
-    assert_eq!(done, registries.len() * tasks_each * rounds, "all got their turn");
+    assert_eq!(done, registries.len() * tasks_each * rounds, "all tasks complete their rounds");
 }
 
 /// A lock that a separate operating-system process holds is busy here. After that process unlocks
@@ -230,7 +230,7 @@ pub async fn a_lock_that_another_process_holds_is_busy_here(context: &TestContex
     let local = context.registry().await;
     assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
     assert!(local.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
-    assert!(remote.unlock("orders:42").await, "the other process held it until then");
+    assert!(remote.unlock("orders:42").await, "the other process did not hold the lock");
     let guard = local.obtain("orders:42").try_lock().await.expect("a free lock is no error");
     guard.expect("a free lock is acquired").unlock().await.expect("a held lock is unlocked");
 }
@@ -244,5 +244,5 @@ pub async fn a_lock_that_is_held_here_is_busy_in_another_process(context: &TestC
     assert_eq!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Busy);
     guard.unlock().await.expect("a held lock is unlocked");
     assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    assert!(remote.unlock("orders:42").await, "the other process held it until then");
+    assert!(remote.unlock("orders:42").await, "the other process did not hold the lock");
 }

@@ -20,9 +20,9 @@ pub async fn a_grant_ends_with_its_lease(context: &TestContext) {
     assert_freed(&*successor, &claim).await;
 }
 
-/// A grant lasts at least as long as the lease that the store returned, because its holder works
-/// for that time. The clause allows 1 % and 2 ms less, which is the margin of the engine for clock
-/// rates.
+/// A grant lasts at least as long as the lease that the store returned, because its holder relies
+/// on that lease. The clause allows 1 % and 2 ms less: the margin of the engine for clocks that run
+/// at different rates.
 pub async fn a_grant_does_not_end_before_its_lease(context: &TestContext) {
     let client = context.client().await;
     for _ in 0..3 {
@@ -31,11 +31,14 @@ pub async fn a_grant_does_not_end_before_its_lease(context: &TestContext) {
         let grant = assert_granted(&*client, &claim).await;
         let successor = Claim::new(key("orders:42"), context.long_lease());
         context.wait_until_granted(&*client, &successor).await;
-        // Counted from before the request, because the store's lease cannot have begun earlier. The
-        // engine's margin allows for clocks that run at different rates.
-        let least = grant.lease - grant.lease / 100 - Duration::from_millis(2);
+        // Counted from before the request, because the store's lease cannot have begun earlier.
+        let minimum = grant.lease - grant.lease / 100 - Duration::from_millis(2);
         let lasted = before.elapsed();
-        assert!(lasted >= least, "the returned lease was {:?}, it lasted {lasted:?}", grant.lease);
+        assert!(
+            lasted >= minimum,
+            "the returned lease was {:?}, but the grant lasted {lasted:?}",
+            grant.lease
+        );
         assert_freed(&*client, &successor).await;
     }
 }
@@ -46,7 +49,7 @@ pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext
     assert_granted(&*client, &Claim::new(key("orders:42"), context.short_lease())).await;
     let until = Instant::now() + context.short_lease() * 4 + context.max_wait();
     let successor = Claim::new(key("orders:42"), context.long_lease());
-    // The pause is so short that the grant would never end if an attempt extended its lease.
+    // If an attempt extended the lease, the grant would never end, because the pause is shorter.
     while let Attempt::Busy(_) = attempt(&*client, &successor).await {
         assert!(Instant::now() < until, "attempts extend the lease of a dead holder");
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -174,8 +177,8 @@ pub async fn a_stopped_process_detects_its_loss_and_does_not_affect_its_successo
     let guard = local.obtain("orders:42").try_lock_for(wait).await.expect("the store answers");
     let guard = guard.expect("the lease of the stopped process is over");
     remote.resume().await;
-    assert!(!remote.is_held("orders:42").await, "it went on and believed that it held");
-    assert!(!remote.unlock("orders:42").await, "what was lost is not unlocked");
+    assert!(!remote.is_held("orders:42").await, "the resumed process did not detect its loss");
+    assert!(!remote.unlock("orders:42").await, "the unlock of a lost lock succeeded");
     assert!(guard.is_held(), "the successor lost its lock");
     let third = context.registry().await;
     assert!(third.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());

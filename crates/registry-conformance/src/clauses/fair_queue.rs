@@ -136,7 +136,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
     assert_freed(&*second, &waiters[1]).await;
 }
 
-/// A forced release ends the grant and does not change the queue. `inspect` returns no waiters.
+/// A forced release ends the grant and leaves the queue unchanged. `inspect` returns no waiters.
 pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     context.held_in(&*first, ClaimMode::Exclusive).await;
@@ -243,8 +243,8 @@ pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestCont
     }
 }
 
-/// `fair` in a store without a queue returns `InvalidOption` before any request. In a store with
-/// one, the lock is acquired.
+/// `fair` returns `InvalidOption` before any request in a store without a queue. In a store with a
+/// queue, the lock is acquired.
 pub async fn fair_is_refused_before_any_request_by_a_store_without_a_queue(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -259,7 +259,7 @@ pub async fn fair_is_refused_before_any_request_by_a_store_without_a_queue(conte
     assert!(matches!(result, Err(LockError::InvalidOption(_))), "{result:?}");
     assert_eq!(faulty.requests(), 0, "a request was sent");
     let unfair = LockOptions::new().fair(false);
-    unlock(lock.lock_with(unfair).await.expect("it is not needed")).await;
+    unlock(lock.lock_with(unfair).await.expect("it needs no queue")).await;
 }
 
 /// Fair callers of several processes acquire the lock in the order in which they requested it.
@@ -268,7 +268,7 @@ pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestCon
     let guard = holding.obtain("orders:42").lock_with(fair()).await.expect("the lock is free");
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut callers = Vec::new();
-    // Kept until the end, as a process keeps its registry.
+    // Kept until the end, because a process keeps its registry while its callers wait.
     let mut registries = Vec::new();
     for n in 0..4 {
         let (registry, count) = context.counting_registry().await;
@@ -418,7 +418,7 @@ async fn output_of<T>(context: &TestContext, task: JoinHandle<T>) -> T {
     output.expect("no panic")
 }
 
-/// Asserts that `change` ends the `wait` of `claim`, which is busy.
+/// Asserts that `claim` is busy, and that `change` ends its `wait`.
 async fn assert_woken(
     context: &TestContext,
     client: &dyn LockBackend,

@@ -208,6 +208,7 @@ pub async fn waiters_of_two_processes_have_increasing_tokens(context: &TestConte
     assert!(tokens.is_sorted_by(|one, next| one < next), "in the order of the guards: {tokens:?}");
 }
 
+/// Acquires the key with a reserved block of tokens, releases it, and returns the token.
 async fn acquire_and_release(
     context: &TestContext,
     client: &dyn LockBackend,

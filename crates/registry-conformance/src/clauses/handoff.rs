@@ -49,7 +49,7 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
         .expect("the registry is built");
     let guards = count_callers_served(&registry, 15).await;
     assert_eq!(guards, 15);
-    assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
+    assert_eq!(faulty.calls(Operation::Release), 3, "each claim serves five callers");
 }
 
 /// A caller of another process acquires the lock three times while four callers of this process
@@ -73,7 +73,7 @@ pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
     let mut other = JoinSet::new();
     other.spawn(async move {
         for _ in 0..3 {
-            let guard = timeout(max_wait, lock.lock()).await.expect("the other process starves");
+            let guard = timeout(max_wait, lock.lock()).await.expect("no process starves");
             guard.expect("the store answers").unlock().await.expect("a held lock is unlocked");
         }
     });

@@ -100,8 +100,8 @@ pub async fn inspection_neither_locks_nor_extends(context: &TestContext) {
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
 }
 
-/// `list` returns each held key of the namespace exactly once, whichever client holds it, and no
-/// other key.
+/// `list` returns each held key of the namespace exactly once, regardless of the client that holds
+/// it, and no other key.
 pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     assert_eq!(admin(&*first).list().await.expect("list answers"), []);
@@ -136,9 +136,9 @@ pub async fn a_holder_named_in_a_busy_answer_is_the_current_one(context: &TestCo
     let claim =
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:1".into()));
     let grant = assert_granted(&*client, &claim).await;
-    let refused =
+    let other =
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:2".into()));
-    if let Some(holder) = assert_busy(&*client, &refused).await.holder {
+    if let Some(holder) = assert_busy(&*client, &other).await.holder {
         assert_eq!(&holder.key, claim.key());
         assert!(holder.token.is_none_or(|token| token == grant.token), "{holder:?} of {grant:?}");
         assert!(holder.label.as_deref().is_none_or(|label| label == "host:1"), "{holder:?}");

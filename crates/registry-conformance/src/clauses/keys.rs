@@ -195,7 +195,7 @@ async fn assert_refused_everywhere(
     for refusal in refusals {
         match refusal {
             Err(LockError::InvalidKey(why)) => assert!(expected(&why), "{why:?}"),
-            other => panic!("an invalid key gives {other:?}"),
+            other => panic!("an invalid key returned {other:?}"),
         }
     }
     assert_eq!(faulty.requests(), 0, "a request with an invalid key reached the store");

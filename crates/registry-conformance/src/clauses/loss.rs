@@ -24,7 +24,7 @@ pub async fn a_holder_is_notified_when_its_claim_is_gone(context: &TestContext) 
 }
 
 /// After a loss, every call of `lost` returns at once, `is_held` is false, and no validity is left.
-/// `renew`, `reenter` and `unlock` return `LockError::Lost`.
+/// `extend`, `reenter` and `unlock` return `LockError::Lost`.
 pub async fn a_lost_lock_stays_lost(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -40,7 +40,7 @@ pub async fn a_lost_lock_stays_lost(context: &TestContext) {
     }
     match guard.unlock().await {
         Err(LockError::Lost { key, reason: LostReason::Gone, .. }) => assert_eq!(key, "orders:42"),
-        other => panic!("a lost lock is unlocked: {other:?}"),
+        other => panic!("the unlock of a lost lock returned {other:?}"),
     }
 }
 
@@ -69,8 +69,8 @@ pub async fn a_held_lock_is_not_reported_as_lost(context: &TestContext) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A store that reports losses notifies the holder of a broken lock before its next renewal. Locks
-/// of other keys stay held.
+/// In a store that reports invalidations, the holder of a broken lock is notified before its next
+/// renewal. Locks of other keys stay held.
 pub async fn a_forced_release_is_reported_before_the_next_renewal(context: &TestContext) {
     let (holding, operator) = (context.registry().await, context.registry().await);
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -82,7 +82,8 @@ pub async fn a_forced_release_is_reported_before_the_next_renewal(context: &Test
     other.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A store that reports losses also notifies the holder of a broken lock with `renew(false)`.
+/// In a store that reports invalidations, the holder of a broken lock with `auto_renew(false)` is
+/// notified too.
 pub async fn a_forced_release_is_reported_to_a_holder_that_does_not_renew(context: &TestContext) {
     let (holding, operator) = (context.registry().await, context.registry().await);
     let fixed = LockOptions::new().auto_renew(false);
@@ -91,8 +92,8 @@ pub async fn a_forced_release_is_reported_to_a_holder_that_does_not_renew(contex
     context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
 }
 
-/// In a store that reports losses, each registry over one client is notified of the losses of its
-/// own locks.
+/// In a store that reports invalidations, each registry over one client is notified of the losses
+/// of its own locks.
 pub async fn every_registry_over_one_client_is_notified_of_its_losses(context: &TestContext) {
     let client = context.client().await;
     let open = || context.builder(Arc::clone(&client)).build().expect("the registry is built");
@@ -138,7 +139,8 @@ pub async fn a_forced_release_by_another_registry_over_the_client_is_reported_at
     context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
 }
 
-/// Longer than any store's `verify_after`, which would find the loss without a notification.
+/// Longer than the `verify_after` of any store, so that the first verification cannot detect the
+/// loss instead.
 const AFTER_FIRST_VERIFICATION: Duration = Duration::from_millis(500);
 
 async fn assert_force_released(operator: &Registry, name: &str) {
@@ -158,8 +160,7 @@ pub async fn an_outage_longer_than_the_lease_is_a_loss(context: &TestContext) {
     context.assert_becomes_free(&other, "orders:42").await;
 }
 
-/// If the store accepts renewals and never answers them, the lock is lost with
-/// `LostReason::Expired`.
+/// If the store never answers renewals, the lock is lost with `LostReason::Expired`.
 pub async fn an_unanswered_renewal_is_a_loss(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.renewed_lease());
@@ -173,14 +174,14 @@ pub async fn an_unanswered_renewal_is_a_loss(context: &TestContext) {
     context.assert_becomes_free(&registry, "orders:42").await;
 }
 
-/// A lock with `renew(false)` is lost with `LostReason::Expired` when its lease ends, and `unlock`
-/// returns this error.
+/// A lock with `auto_renew(false)` is lost with `LostReason::Expired` when its lease ends. `unlock`
+/// then returns `LockError::Lost` with this reason.
 pub async fn an_unrenewed_lock_is_lost_when_its_lease_ends(context: &TestContext) {
     let registry = context.registry().await;
     let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let watched = guard.lost();
-    let reason = timeout(context.short_lease() + context.max_wait(), watched)
+    let lost = guard.lost();
+    let reason = timeout(context.short_lease() + context.max_wait(), lost)
         .await
         .expect("the loss is reported");
     assert_eq!(reason, LostReason::Expired);
@@ -258,7 +259,7 @@ pub async fn execute_locked_stops_the_work_when_the_lock_is_lost(context: &TestC
     context.assert_becomes_free(&registry, "orders:42").await;
 }
 
-/// If the store no longer has the claim, `renew` of the guard returns `LockError::Lost` with
+/// If the store no longer has the claim, `extend` of the guard returns `LockError::Lost` with
 /// `LostReason::Gone`, and the guard is not held.
 pub async fn a_manual_renewal_detects_the_loss(context: &TestContext) {
     let registry = context.registry().await;
@@ -277,7 +278,7 @@ pub async fn unlock_detects_the_loss(context: &TestContext) {
     context.break_claim(guard.claim()).await;
     match guard.unlock().await {
         Err(LockError::Lost { reason: LostReason::Gone, .. }) => {}
-        other => panic!("a lost lock is unlocked: {other:?}"),
+        other => panic!("the unlock of a lost lock returned {other:?}"),
     }
 }
 

@@ -10,7 +10,8 @@ use crate::context::{TestContext, assert_granted, key};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
-/// A tick runs once, whichever process asks for it, and later requests return who has run it.
+/// A tick runs once, regardless of the process that requests it. Later calls return `AlreadyDone`
+/// with the tick and the label of its run.
 pub async fn a_tick_runs_once_over_all_processes(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().label("host 1");
@@ -34,7 +35,7 @@ pub async fn a_tick_runs_once_over_all_processes(context: &TestContext) {
     assert_eq!(run_tick(&second, 8).await, Outcome::Ran(Some(8)));
 }
 
-/// A tick that is not larger than the last completed one is done.
+/// A tick that is not larger than the last completed tick returns `AlreadyDone`.
 pub async fn an_earlier_tick_is_already_done(context: &TestContext) {
     let registry = context.registry().await;
     assert_eq!(run_tick(&registry, 7).await, Outcome::Ran(Some(7)));
@@ -47,14 +48,14 @@ pub async fn an_earlier_tick_is_already_done(context: &TestContext) {
     }
 }
 
-/// While one process runs a tick, others find it busy.
+/// While one process runs a tick, other processes receive `Outcome::Busy`.
 pub async fn a_tick_that_another_process_runs_is_busy(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let outcome = first.once("report").tick(7).run(async |_: Run| run_tick(&second, 7).await).await;
     assert_eq!(outcome.expect("the job runs"), Outcome::Ran(Outcome::Busy));
 }
 
-/// A caller with a wait finds a tick done that another process has run meanwhile.
+/// A caller that waits returns `AlreadyDone` if another process completes the tick during the wait.
 pub async fn a_caller_that_waits_does_not_repeat_the_tick(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let (finish, finished) = oneshot::channel::<()>();
@@ -80,7 +81,7 @@ pub async fn a_caller_that_waits_does_not_repeat_the_tick(context: &TestContext)
     assert!(matches!(waited, Outcome::AlreadyDone { .. }), "{waited:?}");
 }
 
-/// Work that fails leaves its tick undone.
+/// A tick whose work fails is not completed and can run again.
 pub async fn a_failed_run_leaves_the_tick_available(context: &TestContext) {
     let registry = context.registry().await;
     let job = registry.once("report").tick(7);
@@ -91,7 +92,7 @@ pub async fn a_failed_run_leaves_the_tick_available(context: &TestContext) {
     assert_eq!(ran, Outcome::Ran(Ok(1)));
 }
 
-/// A run whose process dies leaves its tick undone. Another process runs it after the lease.
+/// A tick whose process dies is not completed. Another process runs it after the lease.
 pub async fn the_tick_of_a_dead_process_runs_after_its_lease(context: &TestContext) {
     let dead = context.client().await;
     assert_granted(&*dead, &Claim::new(key("report"), context.short_lease())).await;
@@ -116,7 +117,7 @@ pub async fn missed_ticks_are_run_as_the_job_states(context: &TestContext) {
         assert_eq!(job.run(work).await.expect("the job runs"), Outcome::Ran(()));
     }
     assert_eq!(ran, [3, 6, 9, 10, 11, 12, 13, 14]);
-    // Ticks of another kind have no order with these.
+    // Ticks of different kinds are not ordered, so a tick of another kind always runs.
     let time = registry.once("report").tick(std::time::UNIX_EPOCH).run(async |_: Run| ()).await;
     assert_eq!(time.expect("the job runs"), Outcome::Ran(()));
 }
@@ -135,8 +136,8 @@ pub async fn each_run_has_a_larger_token(context: &TestContext) {
     }
 }
 
-/// A run of a period is recorded under the time at which it begins, so the same period does not run
-/// twice, and a job may change its period.
+/// A run of `every` is recorded under the start of its period, so the same period does not run
+/// twice. A job may change the length of its periods.
 pub async fn a_period_runs_once(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     // The period does not end during the test.
@@ -163,8 +164,8 @@ pub async fn a_run_that_lost_its_lock_does_not_record_the_tick(context: &TestCon
     assert_eq!(run_tick(&second, 7).await, Outcome::Ran(Some(7)));
 }
 
-/// A lost reply to the record is repeated. The tick does not run again, and the same call runs the
-/// later ones.
+/// If the reply to the write of a record is lost, the write is repeated. The tick does not run
+/// again, and the same call runs the later ticks.
 pub async fn a_record_with_a_lost_reply_is_repeated(context: &TestContext) {
     let faults = Faults::none().at(Operation::SetValue, 1, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
@@ -196,14 +197,15 @@ pub async fn a_foreign_value_is_refused(context: &TestContext) {
     assert_eq!(value, Some(b"mine".to_vec()));
 }
 
-/// A run may be dropped at every poll: the tick is then done or undone, and the job stays usable.
+/// A run may be dropped at every poll. Its tick is then completed or not, and the lock becomes
+/// free.
 #[expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 pub async fn a_run_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let mut tick = 0;
     let make = async || {
         tick += 1;
-        // The lock of the run before is released in the background.
+        // The lock of the previous run may still be released in the background.
         let options = LockOptions::new().wait(context.max_wait());
         let job = local.once("report").tick(tick).options(options);
         async move { job.run(async |_: Run| tokio::task::yield_now().await).await }

@@ -57,7 +57,7 @@ async fn assert_refused(context: &TestContext, options: LockOptions, option: &st
     let registry = context.registry_over(&faulty, context.long_lease());
     match registry.obtain("orders:42").try_lock_with(options.clone()).await {
         Err(LockError::InvalidOption(why)) => assert_eq!(why.option, option, "{why:?}"),
-        other => panic!("{options:?} gives {other:?}"),
+        other => panic!("{options:?} returned {other:?}"),
     }
     assert_eq!(faulty.requests(), 0, "a request with {options:?} reached the store");
 }
@@ -216,7 +216,7 @@ pub async fn a_renewal_out_of_range_is_refused_before_any_request(context: &Test
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS] {
         match guard.extend(lease).await {
             Err(LockError::InvalidOption(why)) => assert_eq!(why.option, "lease", "{why:?}"),
-            other => panic!("a renewal for {lease:?} gives {other:?}"),
+            other => panic!("a renewal for {lease:?} returned {other:?}"),
         }
     }
     assert_eq!(faulty.requests(), requests, "a request reached the store");

@@ -1,9 +1,6 @@
 //! Permits: together they never take more than the units of their key, each permit expires on its
 //! own, and a waiter is woken when its units are free.
-#![expect(
-    clippy::async_yields_async,
-    reason = "the sweep polls the created future; creating it must not"
-)]
+#![expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -313,7 +310,7 @@ pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
             join(wait, released).await.0.expect("a release ends the wait");
         } else {
             assert_freed(&*first, &held).await;
-            wait.await.expect("the release came before the wait and was missed");
+            wait.await.expect("a release before the wait ends the wait");
         }
         assert_granted(&*second, &taker).await;
         assert_freed(&*second, &taker).await;
@@ -346,7 +343,7 @@ pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) 
             let wait = timeout(context.max_wait(), second.wait(&taker, &busy));
             wait.await.expect("a release ends the wait");
         }
-        panic!("a taker of three is woken in vain without end");
+        panic!("a claim for three units was woken 100 times and never granted");
     };
     join(acquired, releases).await;
     assert_busy(&*second, &context.claim(permit(1, 4))).await;
@@ -389,7 +386,7 @@ pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
 }
 
 /// Callers of two processes that take different numbers of units never hold more units than the
-/// semaphore has. Each caller gets its units.
+/// semaphore has. Each caller acquires its units.
 pub async fn a_semaphore_limits_the_callers_of_several_processes(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let section = Arc::new(Section::default());
@@ -492,7 +489,7 @@ pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestConte
     context.eventually("the second caller waits", async || count_of_one.get() > 0).await;
     unlock(held.pop().expect("three permits")).await;
     let one = one.await.expect("no panic").expect("one unit was released");
-    assert!(!three.is_finished(), "more units than there are");
+    assert!(!three.is_finished(), "more units are held than the semaphore has");
     unlock(one).await;
     for guard in held {
         unlock(guard).await;
@@ -523,7 +520,7 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
 }
 
-/// In a store that reports losses, a forced release is reported at once to all permits of a
+/// In a store that reports invalidations, a forced release is reported at once to all permits of a
 /// process, however long their leases are.
 pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestContext) {
     let (holding, operator) = (context.registry().await, context.registry().await);
@@ -553,7 +550,7 @@ pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestCon
     let options = LockOptions::new().wait(context.short_lease() + context.max_wait());
     let taken = waiting.try_acquire_with(2, options).await.expect("the store answers");
     let taken = taken.expect("the lease of the dead holder ends");
-    assert!(!dead.is_held(), "more units than there are");
+    assert!(!dead.is_held(), "more units are held than the semaphore has");
     assert!(alive.is_held());
     unlock(taken).await;
     unlock(alive).await;
@@ -720,7 +717,7 @@ pub async fn acquire_many_may_be_dropped_at_every_poll(context: &TestContext) {
         }
         let options = LockOptions::new().wait(context.max_wait());
         let all = theirs.try_acquire_with(3, options).await.expect("the store answers");
-        unlock(all.expect("a dropped call keeps units")).await;
+        unlock(all.expect("a dropped call holds no units")).await;
     })
     .await;
 }
@@ -733,7 +730,7 @@ pub async fn a_permit_with_a_lost_reply_takes_its_units_once(context: &TestConte
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let guard = semaphore(&local, 3).acquire_many(2).await.expect("the lost reply is retried");
     let one = semaphore(&remote, 3).try_acquire_for(context.max_wait()).await;
-    let one = one.expect("the store answers").expect("the repeated attempt took its units twice");
+    let one = one.expect("the store answers").expect("the repeated attempt took its units once");
     unlock(guard).await;
     let options = LockOptions::new().wait(context.max_wait());
     let two = semaphore(&remote, 3).try_acquire_with(2, options).await.expect("it answers");

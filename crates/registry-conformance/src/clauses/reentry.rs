@@ -20,7 +20,7 @@ pub async fn a_lock_without_an_owner_is_not_reentrant(context: &TestContext) {
     assert!(lock.try_lock().await.expect("busy is no error").is_none());
     let owner = Owner::new();
     let owned = lock.try_lock_with(LockOptions::new().owner(&owner).wait(Duration::ZERO)).await;
-    assert!(owned.expect("busy is no error").is_none(), "an owner enters what is not its own");
+    assert!(owned.expect("busy is no error").is_none(), "an owner entered a lock without one");
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
@@ -85,7 +85,7 @@ pub async fn reentered_guards_have_the_same_token(context: &TestContext) {
     assert_eq!(innermost.fencing_token(), outer.fencing_token());
 }
 
-/// Re-entry with a shorter lease and `renew(false)` does not shorten the lease of the lock.
+/// Re-entry with a shorter lease and `auto_renew(false)` does not shorten the lease of the lock.
 pub async fn reentry_never_shortens_the_lease(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let owner = Owner::new();
@@ -167,7 +167,7 @@ pub async fn a_lock_is_released_with_its_last_guard(context: &TestContext) {
 }
 
 /// Lock calls in an `Owner::scope`, also in a nested one, use the owner of the scope. A scope
-/// cannot enter a lock that was taken outside of it.
+/// cannot re-enter a lock that was acquired outside of it.
 pub async fn an_owner_scope_applies_to_nested_calls(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
@@ -199,7 +199,7 @@ pub async fn a_reentering_owner_does_not_queue_behind_waiters(context: &TestCont
     assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
     let inner = timeout(context.max_wait(), lock.lock_with(own()))
         .await
-        .expect("an owner waits for itself");
+        .expect("an owner does not wait for itself");
     let inner = inner.expect("the owner re-enters");
     inner.unlock().await.expect("a held lock is unlocked");
     outer.unlock().await.expect("a held lock is unlocked");
@@ -223,7 +223,7 @@ pub async fn two_waiting_calls_of_one_owner_acquire_together(context: &TestConte
     assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
     holder.unlock().await.expect("a held lock is unlocked");
     let first = first.await.expect("the call acquired the lock");
-    let second = timeout(context.max_wait(), second).await.expect("an owner waits for itself");
+    let second = timeout(context.max_wait(), second).await.expect("both calls acquire the lock");
     let second = second.expect("the second call of the owner acquired the lock");
     assert_eq!(first.fencing_token(), second.fencing_token());
     first.unlock().await.expect("a held lock is unlocked");
@@ -241,7 +241,7 @@ pub async fn a_loss_is_reported_to_all_guards_of_a_lock(context: &TestContext) {
         assert_eq!(guard.lost().await, LostReason::Gone);
         assert!(
             matches!(guard.reenter(), Err(LockError::Lost { .. })),
-            "a lost lock is entered again"
+            "a lost lock is re-entered"
         );
         assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     }

@@ -31,8 +31,8 @@ pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
 }
 
 /// Of eight concurrent releases of one claim, at most one returns `Freed`, and the key is free
-/// afterwards. In a quorum of servers, it is possible that none returns `Freed`, because each
-/// server may process another release first.
+/// afterwards. In a quorum, none may return `Freed`, because each server may process a different
+/// release first.
 pub async fn of_concurrent_repetitions_of_one_release_at_most_one_frees(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
     let claim = Claim::new(key("orders:42"), context.long_lease());
@@ -95,7 +95,7 @@ pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
 pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.held_claim(&*first, context.long_lease()).await;
-    // The engine's clean-up knows the claim as it was created, but not its grant.
+    // If the reply to an acquire was lost, the engine has only the claim as it was created.
     assert_freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7))
         .await;
     assert!(is_free(&*first, claim.key()).await);

@@ -94,15 +94,15 @@ pub async fn renewing_another_claim_does_not_extend_the_holders_lease(context: &
     context.held_claim(&*client, context.short_lease()).await;
     let other_claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(renew(&*client, &other_claim).await, Renewal::Gone);
-    // Had the renewal extended the holder's lease, the key would stay held for the stranger's
-    // lease.
+    // If the renewal had extended the holder's lease, the key would stay held for the lease of
+    // `other_claim`.
     let next = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
     assert_freed(&*client, &next).await;
 }
 
-/// A batch is answered with one answer per claim, in the order of the claims. Held claims are
-/// renewed. A released claim, and a claim whose key another claim holds, is `Gone`.
+/// A batch returns one answer per claim, in the order of the claims. Held claims are renewed. A
+/// released claim, and a claim whose key another claim holds, is `Gone`.
 pub async fn a_batch_is_answered_in_the_order_of_its_claims(context: &TestContext) {
     let client = context.client().await;
     let claims: Vec<_> =
@@ -156,7 +156,7 @@ pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context
         assert_busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
         assert_freed(&*client, &batch[n]).await;
     }
-    assert!(is_free(&*client, batch[1].key()).await, "a released claim came back");
+    assert!(is_free(&*client, batch[1].key()).await, "a released claim holds its key again");
 }
 
 /// Each claim of a batch is renewed for its own lease.
@@ -178,8 +178,8 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
     assert_freed(&*client, &next).await;
 }
 
-/// A renewed grant lasts at least as long as the lease that the renewal returned, less 2 ms and 1
-/// %.
+/// A renewed grant lasts at least as long as the lease that the renewal returned, less 1 % and 2
+/// ms.
 pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = context.held_claim(&*client, context.renewed_lease()).await;
@@ -192,7 +192,7 @@ pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &Te
     let lasted = before.elapsed();
     assert!(
         lasted >= returned_lease - returned_lease / 100 - Duration::from_millis(2),
-        "the returned lease was {returned_lease:?}, it lasted {lasted:?}"
+        "the returned lease was {returned_lease:?}, but the grant lasted {lasted:?}"
     );
     assert_freed(&*client, &successor).await;
 }
@@ -202,14 +202,14 @@ pub async fn an_empty_batch_has_no_answers(context: &TestContext) {
     assert!(context.client().await.renew(&[]).await.is_empty());
 }
 
-/// A batch of 1,500 claims is answered completely and in order. Stores limit, for example, the
-/// parameters of a SQL statement.
+/// A batch of 1,500 claims is answered completely and in order, even if the store limits the size
+/// of a request, such as the parameters of a SQL statement.
 pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
     let client = context.client().await;
     let claims: Vec<_> = (0..1_500)
         .map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease()))
         .collect();
-    // Few are held, so that the clause tests the batch and not 1,500 grants.
+    // Only 15 claims are held, because 1,500 grants would take long.
     for claim in claims.iter().step_by(100) {
         assert_granted(&*client, claim).await;
     }
@@ -240,7 +240,7 @@ pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// `renew` with a longer lease extends the validity of the guard.
+/// `extend` with a longer lease extends the validity of the guard.
 pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -256,7 +256,7 @@ pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestCo
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// `renew` with a shorter lease does not shorten the guard's current lease.
+/// `extend` with a shorter lease does not shorten the guard's current lease.
 pub async fn a_manual_renewal_never_shortens_the_lease(context: &TestContext) {
     let registry = context.registry().await;
     let other = context.registry().await;
@@ -267,7 +267,7 @@ pub async fn a_manual_renewal_never_shortens_the_lease(context: &TestContext) {
         .await
         .expect("a held lock is renewed");
     sleep(context.short_lease() * 2).await;
-    assert!(guard.is_held(), "a short renewal cut a long lease");
+    assert!(guard.is_held(), "a renewal shortened the lease");
     assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -344,7 +344,7 @@ pub async fn nothing_is_renewed_after_a_refused_release(context: &TestContext) {
     guard.expect("the lease has expired").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A lock with `renew(false)` is not renewed and ends with its lease, as with Redisson's
+/// A lock with `auto_renew(false)` is not renewed and ends with its lease, as with Redisson's
 /// `leaseTime`.
 pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
@@ -352,7 +352,8 @@ pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) 
     let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let until = guard.valid_until();
-    // This early check is a renewal too, but it does not extend the lease.
+    // The verification at `verify_after` is a call of `renew` too, but it does not extend the
+    // lease.
     let verifications = u64::from(faulty.capabilities().renewal.verify_after.is_some());
     while guard.is_held() {
         assert!(guard.valid_until() < until + context.short_lease() / 4);

@@ -1,8 +1,5 @@
-//! Clauses of locks of several keys: all of them are held, or none.
-#![expect(
-    clippy::async_yields_async,
-    reason = "the sweep polls the created future; creating it must not"
-)]
+//! Locks of several keys: a caller holds all of the keys or none.
+#![expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 
 use std::time::Duration;
 
@@ -23,8 +20,9 @@ fn claims(context: &TestContext) -> Vec<Claim> {
     KEYS.map(|name| Claim::new(key(name), context.long_lease())).to_vec()
 }
 
-/// Acquires all claims: in one step if the store has one, otherwise one after the other. Returns
-/// the index of a busy claim. A claim that was granted before a busy one is released.
+/// Acquires all claims: in one request if the store can do this, otherwise one after the other. If
+/// a claim is busy, releases the claims that were granted before, and returns the index of the busy
+/// one.
 async fn acquire_all(client: &dyn LockBackend, claims: &[Claim]) -> Result<Vec<Grant>, usize> {
     if let Some(batch) = client.batch() {
         match batch.try_acquire_all(claims).await.expect("the store answers") {
@@ -60,8 +58,8 @@ async fn release_all(client: &dyn LockBackend, claims: &[Claim]) -> Vec<Release>
     released.into_iter().map(|released| released.expect("the store answers")).collect()
 }
 
-/// Of several keys, one is held. An attempt for all returns the index of its claim, and the others
-/// are free.
+/// If one of several keys is held, an attempt for all keys returns the index of the busy claim. The
+/// other keys are then free.
 pub async fn an_attempt_with_one_busy_key_holds_none(context: &TestContext) {
     let (client, other) = (context.client().await, context.client().await);
     for (busy_index, name) in KEYS.iter().enumerate() {
@@ -132,8 +130,8 @@ pub async fn tokens_of_several_keys_increase(context: &TestContext) {
     }
 }
 
-/// A release of several claims returns the outcome of each: one that holds nothing does not affect
-/// the others, and the claims of other clients stay.
+/// A release of several claims returns the outcome of each claim. A claim that holds nothing does
+/// not affect the others, and a successor keeps its key.
 pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestContext) {
     let client = context.client().await;
     let claims = claims(context);
@@ -148,8 +146,8 @@ pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestCon
     assert_freed(&*client, &successor).await;
 }
 
-/// `obtain_all` holds all keys or none, and waits for the busy one. A store error is retried for as
-/// long as that of one key.
+/// `obtain_all` holds all keys or none, and waits for the busy one. A store error is retried as for
+/// a lock of one key.
 pub async fn a_lock_of_several_keys_waits_for_the_busy_one(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = remote.obtain(KEYS[1]).lock().await.expect("the key is free");

@@ -1,9 +1,6 @@
 //! Shared locks: readers hold together, readers and writers exclude each other, and a waiting
 //! writer blocks new readers.
-#![expect(
-    clippy::async_yields_async,
-    reason = "the sweep polls the created future; creating it must not"
-)]
+#![expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 
 use std::collections::HashSet;
 use std::pin::pin;
@@ -208,7 +205,7 @@ pub async fn a_repeated_shared_acquire_is_one_grant(context: &TestContext) {
     assert_eq!(release(&*client, &reader).await, Release::NotHeld);
     assert_eq!(renew(&*client, &reader).await, Renewal::Gone);
     assert_freed(&*client, &other).await;
-    assert!(is_free(&*client, reader.key()).await, "three grants of one claim are one hold");
+    assert!(is_free(&*client, reader.key()).await, "the release left a grant of the claim");
 }
 
 /// A reader with a short lease expires, and a reader with a long lease keeps the key.
@@ -226,7 +223,7 @@ pub async fn each_reader_expires_by_itself(context: &TestContext) {
     assert!(is_free(&*client, long.key()).await, "an expired reader holds the key");
 }
 
-/// An exclusive claim is granted after the only reader expired.
+/// An exclusive claim is granted after all readers have expired.
 pub async fn a_writer_is_granted_after_the_readers_expire(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..2 {
@@ -307,7 +304,7 @@ pub async fn a_release_of_another_claim_ends_no_reader(context: &TestContext) {
 pub async fn tokens_of_readers_and_writers_increase(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut last = 0;
-    // A store with a queue grants tokens one at a time: none is handed over inside a process.
+    // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
     let block = if context.capabilities().fair { 1 } else { 5 };
     for _ in 0..3 {
         let mut readers = Vec::new();
@@ -383,7 +380,7 @@ pub async fn inspect_returns_all_readers(context: &TestContext) {
     assert_eq!(inspect(&*first).await.len(), 2, "the released reader is returned");
 }
 
-/// `inspect` returns the mode of an exclusive holder after readers, and of a reader after that.
+/// `inspect` returns the mode of the current holder, while readers and exclusive holders alternate.
 pub async fn inspect_returns_the_mode_of_each_holder(context: &TestContext) {
     let client = context.client().await;
     for mode in [ClaimMode::Shared, ClaimMode::Exclusive, ClaimMode::Shared, ClaimMode::Exclusive] {
@@ -394,8 +391,8 @@ pub async fn inspect_returns_the_mode_of_each_holder(context: &TestContext) {
     }
 }
 
-/// In a store with wake-ups, the release of the last reader ends the `wait` of a writer, before and
-/// during the wait.
+/// In a store with wake-ups, the release of the last reader ends the `wait` of a writer. The
+/// release may come before or during the wait.
 pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for pause in [None, Some(Duration::from_millis(50))] {
@@ -406,7 +403,7 @@ pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
         match pause {
             None => {
                 assert_freed(&*first, &reader).await;
-                wait.await.expect("the release came before the wait and was missed");
+                wait.await.expect("a release before the wait ends the wait");
             }
             Some(pause) => {
                 let released = async {
@@ -460,7 +457,7 @@ pub async fn a_mode_that_the_store_does_not_have_is_refused_before_any_request(
         match result {
             Ok(Some(guard)) if has => unlock(guard).await,
             Err(LockError::Unsupported { capability, .. }) if !has => assert_eq!(capability, name),
-            // The modes of the guards before exclude each other.
+            // The guard of an earlier mode in this list still exists and excludes this mode.
             Ok(None) if has => {}
             other => panic!("{name}: {other:?}"),
         }
@@ -491,10 +488,10 @@ pub async fn readers_of_two_processes_hold_together(context: &TestContext) {
     }
     assert!(guards.iter().all(LockGuard::is_held));
     for guard in guards {
-        assert_free_for_writers(&first, &second, false).await;
+        assert_try_lock(&first, &second, false).await;
         unlock(guard).await;
     }
-    assert_free_for_writers(&first, &second, true).await;
+    assert_try_lock(&first, &second, true).await;
 }
 
 /// `try_read` returns `Ok(None)` while a writer of this or another process holds the lock, and a
@@ -526,12 +523,12 @@ pub async fn an_attempt_that_does_not_wait_leaves_no_record(context: &TestContex
     let reader = first.obtain("orders:42").try_read().await.expect("the store answers");
     let reader = reader.expect("the lock is free");
     for _ in 0..3 {
-        assert_free_for_writers(&first, &second, false).await;
+        assert_try_lock(&first, &second, false).await;
         let next = second.obtain("orders:42").try_read().await.expect("the store answers");
         unlock(next.expect("no writer waits")).await;
     }
     unlock(reader).await;
-    assert_free_for_writers(&first, &second, true).await;
+    assert_try_lock(&first, &second, true).await;
 }
 
 /// A `lock` call that waits for readers blocks new readers of other processes. It acquires the lock
@@ -553,8 +550,7 @@ pub async fn a_waiting_lock_call_blocks_readers_of_other_processes(context: &Tes
     context.wait_until_readers_enter(&third).await;
 }
 
-/// A waiting writer acquires the lock although two processes read it again and again, each with
-/// overlapping readers.
+/// A waiting writer acquires the lock although readers of two processes hold it without a pause.
 pub async fn readers_without_a_pause_do_not_starve_a_writer(context: &TestContext) {
     let writing = context.registry().await;
     let mut readers = JoinSet::new();
@@ -574,7 +570,7 @@ pub async fn readers_without_a_pause_do_not_starve_a_writer(context: &TestContex
     sleep(Duration::from_millis(50)).await;
     for _ in 0..3 {
         let writer = writing.obtain("orders:42").try_lock_for(context.max_wait()).await;
-        unlock(writer.expect("the store answers").expect("readers starve the writer")).await;
+        unlock(writer.expect("the store answers").expect("readers do not starve the writer")).await;
     }
     readers.shutdown().await;
 }
@@ -593,8 +589,8 @@ pub async fn a_dropped_waiting_lock_call_lets_readers_in(context: &TestContext) 
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// A `lock` future that waits for readers and is left unpolled blocks new readers for at most about
-/// a lease. Polled again, it acquires the lock after the last reader.
+/// A `lock` future that waits for readers and is left unpolled blocks new readers for about a lease
+/// at most. Polled again, the future acquires the lock after the last reader.
 pub async fn an_unpolled_waiting_lock_call_lets_readers_in(context: &TestContext) {
     let (reading, writing) =
         (context.registry().await, context.registry_with_lease(context.short_lease()).await);
@@ -639,8 +635,8 @@ pub async fn a_dropped_waiting_read_call_leaves_nothing_behind(context: &TestCon
     context.assert_becomes_free(&reading, "orders:42").await;
 }
 
-/// A waiting `read` call acquires the lock when a writer of this or another process unlocks it, and
-/// so do several readers at once.
+/// When a writer unlocks, waiting `read` calls of this and another process acquire the lock and
+/// hold it together.
 pub async fn waiting_readers_acquire_the_lock_after_a_writer(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let writer = first.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -663,8 +659,8 @@ pub async fn waiting_readers_acquire_the_lock_after_a_writer(context: &TestConte
     context.assert_becomes_free(&first, "orders:42").await;
 }
 
-/// Readers of one process share one grant of the store. The unlock of one keeps it, and the last
-/// one releases it.
+/// Readers of one process share one grant of the store. The unlock of the last reader releases the
+/// grant.
 pub async fn readers_of_one_process_share_one_grant(context: &TestContext) {
     let (registry, other) = (context.registry().await, context.registry().await);
     let [first, second, third] = shared_guards(context, &registry).await;
@@ -674,12 +670,12 @@ pub async fn readers_of_one_process_share_one_grant(context: &TestContext) {
     assert_eq!(lock.holders().await.expect("holders answers").len(), 1);
     assert!(first.is_held() && third.is_held());
     unlock(first).await;
-    assert_free_for_writers(&registry, &other, false).await;
+    assert_try_lock(&registry, &other, false).await;
     unlock(third).await;
     assert_eq!(lock.holders().await.expect("holders answers"), []);
 }
 
-/// Guards of readers have different tokens, also if they share a grant. The tokens of readers that
+/// Guards of readers have different tokens, even if they share a grant. The tokens of readers that
 /// acquire one after the other increase, and a later writer has a larger one.
 pub async fn guards_of_readers_have_increasing_tokens(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
@@ -739,7 +735,7 @@ pub async fn a_lost_reader_does_not_affect_readers_of_other_processes(context: &
     context.renew_with_retries(&kept, lease).await.expect("the other reader is held");
     drop(lost);
     first.idle().await;
-    assert_free_for_writers(&first, &second, false).await;
+    assert_try_lock(&first, &second, false).await;
     unlock(kept).await;
     context.assert_becomes_free(&first, "orders:42").await;
 }
@@ -764,8 +760,8 @@ pub async fn a_forced_release_is_reported_to_all_readers(context: &TestContext) 
     }
 }
 
-/// In a store that reports losses, a forced release is reported at once to all grants that one
-/// process has of the key, however long their leases are.
+/// In a store that reports invalidations, a forced release is reported at once to all grants that
+/// one process has of the key, however long their leases are.
 pub async fn a_forced_release_is_reported_to_all_grants_of_a_process_at_once(
     context: &TestContext,
 ) {
@@ -802,8 +798,8 @@ pub async fn a_shared_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     unlock(second).await;
 }
 
-/// A waiting writer acquires the lock after the lease of a reader whose process has died, and which
-/// is not held any more.
+/// A waiting writer acquires the lock after the lease of a dead reader. The guard of the reader is
+/// then no longer held.
 pub async fn a_writer_acquires_the_lock_of_a_dead_reader(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (reading, writing) =
@@ -816,8 +812,8 @@ pub async fn a_writer_acquires_the_lock_of_a_dead_reader(context: &TestContext) 
     unlock(writer.expect("the reader's lease ends")).await;
 }
 
-/// An owner re-enters its shared lock without a request. It cannot acquire it exclusively, because
-/// it would wait for itself.
+/// An owner re-enters its shared lock without a request. Its exclusive `lock` call returns an
+/// error, because it would wait for itself.
 pub async fn an_owner_reenters_its_shared_lock_as_a_reader_only(context: &TestContext) {
     let registry = context.registry().await;
     let owner = Owner::new();
@@ -866,8 +862,8 @@ pub async fn close_ends_readers_and_waiting_callers(context: &TestContext) {
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// Critical sections of writers overlap with no other section, over two processes with several
-/// callers each.
+/// The critical section of a writer overlaps with no other section, across two processes with
+/// several callers each.
 pub async fn critical_sections_of_readers_and_writers_never_overlap(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let section = Arc::new(Section::default());
@@ -951,7 +947,8 @@ pub async fn a_read_with_a_lost_reply_leaves_no_grant(context: &TestContext) {
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// Returns an exclusive claim that waits for shared ones. Panics unless it has a place.
+/// Returns an exclusive claim that waits for shared claims. Panics unless it has a place in the
+/// queue.
 async fn waiting_writer(context: &TestContext, client: &dyn LockBackend, lease: Duration) -> Claim {
     let writer = context.claim(ClaimMode::Exclusive).with_lease(lease);
     let writer = writer.with_queueing(Queueing::ExclusiveIntent);
@@ -959,8 +956,8 @@ async fn waiting_writer(context: &TestContext, client: &dyn LockBackend, lease: 
     writer
 }
 
-/// Returns three guards of readers of `registry` that share one grant. Repeats this on a machine so
-/// slow that a grant may not be joined any more.
+/// Returns three guards of readers of `registry` that share one grant. Repeats this if a machine is
+/// so slow that a reader gets a grant of its own.
 async fn shared_guards(context: &TestContext, registry: &Registry) -> [LockGuard; 3] {
     let lock = registry.obtain("orders:42");
     let mut guards = None;
@@ -983,11 +980,11 @@ async fn shared_guards(context: &TestContext, registry: &Registry) -> [LockGuard
     guards.expect("the value was set")
 }
 
-/// Asserts that `try_lock` of both registries returns a guard if `free`, and `None` otherwise.
-async fn assert_free_for_writers(first: &Registry, second: &Registry, free: bool) {
+/// Asserts that `try_lock` of both registries returns a guard if `succeeds`, and `None` otherwise.
+async fn assert_try_lock(first: &Registry, second: &Registry, succeeds: bool) {
     for registry in [first, second] {
         let guard = registry.obtain("orders:42").try_lock().await.expect("the store answers");
-        assert_eq!(guard.is_some(), free, "{guard:?}");
+        assert_eq!(guard.is_some(), succeeds, "{guard:?}");
         if let Some(guard) = guard {
             unlock(guard).await;
         }

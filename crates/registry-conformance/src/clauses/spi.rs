@@ -1,4 +1,4 @@
-//! Clauses of the `LockBackend` contract that belong to no other module.
+//! The clauses of the `LockBackend` contract that no other module contains.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
     let claim = context.held_claim(&*client, context.long_lease()).await;
     assert_granted(&*client, &claim).await;
     assert_freed(&*client, &claim).await;
-    assert!(is_free(&*client, claim.key()).await, "two grants of one claim are one hold");
+    assert!(is_free(&*client, claim.key()).await, "the release left a grant of the claim");
 }
 
 /// A second client can repeat the acquire of a granted claim, because the claim id alone identifies
@@ -26,7 +26,7 @@ pub async fn a_granted_claim_is_granted_again_through_another_client(context: &T
     let claim = context.held_claim(&*first, context.long_lease()).await;
     assert_granted(&*second, &claim).await;
     assert_freed(&*second, &claim).await;
-    assert!(is_free(&*first, claim.key()).await, "two grants of one claim are one hold");
+    assert!(is_free(&*first, claim.key()).await, "the release left a grant of the claim");
 }
 
 /// Eight concurrent acquires of one claim are all granted with the same token. One release frees
@@ -40,7 +40,7 @@ pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestC
     let grants = join_all(attempts).await;
     assert!(grants.iter().all(|grant| grant.token == grants[0].token), "one grant: {grants:?}");
     assert_freed(&*clients[0], &claim).await;
-    assert!(is_free(&*clients[1], claim.key()).await, "eight grants of one claim are one hold");
+    assert!(is_free(&*clients[1], claim.key()).await, "the release left a grant of the claim");
 }
 
 /// Repeating the acquire of a granted claim with a shorter lease does not shorten its lease.
@@ -76,7 +76,7 @@ pub async fn the_shortest_and_the_longest_lease_are_granted(context: &TestContex
         release(&*client, &claim).await;
         assert!(
             is_free(&*client, claim.key()).await,
-            "the key is free after the release of a lease of {lease:?}"
+            "the key is not free after the release of a claim with a lease of {lease:?}"
         );
     }
 }
@@ -87,8 +87,8 @@ pub async fn every_client_of_a_store_has_the_same_capabilities(context: &TestCon
     assert_eq!(context.client().await.capabilities(), context.client().await.capabilities());
 }
 
-/// Two clients compute the same shard for a claim. The engine groups renewals by shard, so a claim
-/// with two shards would be renewed in the wrong one.
+/// Two clients compute the same shard for a claim. The engine groups renewals by shard, so clients
+/// that disagree would renew a claim in the wrong shard.
 pub async fn a_claim_has_the_same_shard_in_every_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for n in 0..64 {
@@ -138,22 +138,22 @@ pub async fn many_concurrent_requests_of_one_client_are_all_answered(context: &T
     join_all(claims.iter().map(|claim| assert_freed(&*client, claim))).await;
 }
 
-/// Releasing a refused claim that the store may have queued returns `NotHeld` and removes the claim
+/// Releasing a busy claim that the store may have queued returns `NotHeld` and removes the claim
 /// from the queue. After the holder's release, the next claim is granted.
 pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
     let client = context.client().await;
     let holder = Claim::new(key("orders:42"), context.long_lease());
-    let refused = Claim::new(key("orders:42"), context.long_lease()).with_queueing(Queueing::Join);
+    let waiter = Claim::new(key("orders:42"), context.long_lease()).with_queueing(Queueing::Join);
     assert_granted(&*client, &holder).await;
-    assert_busy(&*client, &refused).await;
-    assert_eq!(release(&*client, &refused).await, Release::NotHeld);
+    assert_busy(&*client, &waiter).await;
+    assert_eq!(release(&*client, &waiter).await, Release::NotHeld);
     assert_freed(&*client, &holder).await;
     let next = context.held_claim(&*client, context.long_lease()).await;
     assert_freed(&*client, &next).await;
 }
 
-/// Refused claims that do not queue leave no record in the store. After the holder's release, the
-/// key is free.
+/// Busy claims that do not queue leave no record in the store. After the holder's release, the key
+/// is free.
 pub async fn a_busy_claim_leaves_no_record(context: &TestContext) {
     let client = context.client().await;
     let holder = context.held_claim(&*client, context.long_lease()).await;

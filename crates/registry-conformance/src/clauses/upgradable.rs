@@ -1,8 +1,5 @@
 //! Upgradable locks and conversions: the mode of a held lock changes, and the lock stays held.
-#![expect(
-    clippy::async_yields_async,
-    reason = "the sweep polls the created future; creating it must not"
-)]
+#![expect(clippy::async_yields_async, reason = "each call of `make` returns a new future to sweep")]
 
 use std::collections::HashSet;
 use std::pin::pin;
@@ -115,8 +112,8 @@ pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext
 }
 
 /// An upgrade is granted while another claim waits for the key; otherwise the two would deadlock.
-/// The waiting claim is granted later, with a larger token, even if it began to wait before the
-/// upgraded claim was downgraded.
+/// The waiting claim is granted after the release, with a larger token, even if it began to wait
+/// before a downgrade of the holder.
 pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let queueing =
@@ -174,8 +171,8 @@ pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
     assert_larger_than_token_of_waiting_reader(context).await;
 }
 
-/// A reader waits behind a writer while the upgrade waits for another reader. In a store with a
-/// queue, the reader is granted when the writer leaves.
+/// Asserts that an upgrade has a larger token than a reader that waited behind a writer while the
+/// upgrade waited. In a store with a queue, the reader is granted when the writer leaves.
 async fn assert_larger_than_token_of_waiting_reader(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let [for_writer, for_reader] = if context.capabilities().fair {
@@ -306,8 +303,8 @@ pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
     assert_freed(&*first, &claim).await;
 }
 
-/// A late downgrade request, after the claim was upgraded again, does not change its mode: readers
-/// are busy.
+/// A downgrade request that arrives after a later upgrade does not change the mode of the claim:
+/// readers are busy.
 pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
@@ -324,8 +321,8 @@ pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestCont
     assert_freed(&*first, &claim).await;
 }
 
-/// A late upgrade request, after the claim was downgraded to shared, does not change its mode and
-/// blocks no readers.
+/// An upgrade request that arrives after a downgrade to shared does not change the mode of the
+/// claim and blocks no readers.
 pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
@@ -338,7 +335,7 @@ pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &Tes
     assert_freed(&*first, &claim).await;
 }
 
-/// A conversion to the mode that the claim has withdraws a waiting upgrade: new readers are granted
+/// A conversion of a claim to its current mode withdraws a waiting upgrade. New readers are granted
 /// at once, and the claim is still upgradable.
 pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
@@ -525,7 +522,7 @@ pub async fn a_guard_is_upgraded_after_the_readers_and_downgraded(context: &Test
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// An exclusive guard is downgraded to upgradable and upgraded, repeatedly. It excludes other
+/// An exclusive guard is repeatedly downgraded to upgradable and upgraded again. It excludes other
 /// upgradable callers throughout.
 pub async fn a_guard_is_converted_repeatedly(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
@@ -602,7 +599,7 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     context.break_claim(&claim).await;
     match output_of(context, upgrade).await {
         Err(LockError::Lost { reason: LostReason::Gone, .. }) => {}
-        other => panic!("a lost lock is upgraded: {other:?}"),
+        other => panic!("the upgrade of a lost lock returned {other:?}"),
     }
     assert_eq!(timeout(context.max_wait(), lost).await.expect("it is lost"), LostReason::Gone);
     context.wait_until_readers_enter(&third).await;
@@ -653,7 +650,7 @@ pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext)
 }
 
 /// An owner re-enters its lock in each mode after a conversion, even if other callers of its
-/// process have tried to acquire it. An owner never waits for itself.
+/// process have tried to acquire the lock. An owner never waits for itself.
 pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     let registry = context.registry().await;
     let owner = Owner::new();
@@ -671,13 +668,13 @@ pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
             timeout(context.max_wait(), lock.lock_with(own())).await,
             timeout(context.max_wait(), lock.read_with(own())).await,
         ] {
-            let inner = reentry.expect("an owner waits for itself").expect("it re-enters");
+            let inner = reentry.expect("an owner does not wait for itself").expect("it re-enters");
             assert_eq!(inner.fencing_token(), outer.fencing_token());
         }
     }
     let outer = outer.downgrade().await.expect("the lock is downgraded");
     let inner = timeout(context.max_wait(), lock.read_with(own())).await;
-    let inner = inner.expect("an owner waits for itself").expect("it re-enters");
+    let inner = inner.expect("an owner does not wait for itself").expect("it re-enters");
     assert_eq!(inner.fencing_token(), outer.fencing_token());
     drop(inner);
     match timeout(context.max_wait(), lock.lock_with(own())).await.expect("it does not wait") {
@@ -743,7 +740,7 @@ pub async fn a_downgrade_after_a_hand_over_keeps_the_token(context: &TestContext
     unlock(next).await;
 }
 
-/// Readers that share a converted grant have tokens that no other grant has.
+/// Readers that share a converted grant have tokens that no other guard has.
 pub async fn readers_of_a_converted_grant_have_tokens_of_their_own(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let guard = acquire_upgradable(&local).await.upgrade().await.expect("no reader is left");
@@ -795,7 +792,7 @@ pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) 
     });
     context.eventually("the writer waits in the store", async || count.get() > 0).await;
     let upgraded = guard.try_upgrade_for(context.max_wait()).await.expect("the store answers");
-    let guard = upgraded.expect("the upgrade waits for the writer");
+    let guard = upgraded.expect("the upgrade does not wait for the writer");
     assert!(writers.iter().all(|writer| !writer.is_finished()), "two exclusive guards");
     unlock(guard).await;
     for writer in writers {
@@ -809,17 +806,17 @@ pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let guard = acquire_upgradable(&local).await;
-    let lost = |fault| {
+    let faults_with = |fault| {
         Faults::none()
             .at(Operation::Acquire, 1, Fault::Refuse)
             .at(Operation::Acquire, 2, Fault::LoseRequest)
             .at(Operation::Acquire, 3, fault)
             .at(Operation::Acquire, 4, Fault::LoseReply)
     };
-    faulty.apply(lost(Fault::LoseReply));
+    faulty.apply(faults_with(Fault::LoseReply));
     let guard = guard.upgrade().await.expect("the conversion is repeated");
     assert!(remote.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
-    faulty.apply(lost(Fault::Repeat));
+    faulty.apply(faults_with(Fault::Repeat));
     let guard = guard.downgrade().await.expect("the conversion is repeated");
     assert_eq!(guard.mode(), ClaimMode::Shared);
     context.wait_until_readers_enter(&remote).await;
@@ -854,7 +851,7 @@ pub async fn close_ends_a_waiting_upgrade(context: &TestContext) {
     assert_eq!(report.abandoned, 0, "{report:?}");
     match output_of(context, upgrade).await {
         Err(LockError::Closed | LockError::Lost { .. }) => {}
-        other => panic!("a closed registry upgrades: {other:?}"),
+        other => panic!("the upgrade in a closed registry returned {other:?}"),
     }
     context.wait_until_readers_enter(&third).await;
     unlock(reader).await;

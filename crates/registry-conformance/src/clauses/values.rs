@@ -1,4 +1,5 @@
-//! The value block of a key: who writes it, who reads it, and what it survives.
+//! The value block of a key: only a holder writes it, every client reads it, and it survives
+//! releases and restarts.
 
 use registry_core::{
     Claim, ClaimMode, FencingToken, LockBackend, LockError, LockValue, LostReason, Queueing,
@@ -7,7 +8,7 @@ use registry_core::{
 
 use crate::context::{TestContext, admin, assert_busy, assert_freed, assert_granted, key, values};
 
-/// A key has no value until a holder has written one. A busy claim is no holder.
+/// A key has no value until a holder has written one.
 pub async fn a_key_has_no_value_before_the_first_write(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(read(&*client, "orders:42").await, None);
@@ -35,7 +36,8 @@ pub async fn a_value_is_visible_to_all_clients_and_survives_the_release(context:
     assert_freed(&*reader, &next).await;
 }
 
-/// A value contains any bytes, from none to the maximum, and a later one replaces it.
+/// A value may contain any bytes, from none up to `LockValue::MAX_BYTES`. A later write replaces
+/// it.
 pub async fn a_value_has_any_bytes_up_to_the_maximum(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders: é\n\"{}%42"), context.long_lease());
@@ -49,7 +51,7 @@ pub async fn a_value_has_any_bytes_up_to_the_maximum(context: &TestContext) {
     assert_freed(&*client, &claim).await;
 }
 
-/// A write may be repeated, because its reply may have been lost.
+/// A repeated write succeeds, because the engine repeats a write whose reply was lost.
 pub async fn a_repeated_write_is_written_again(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
@@ -118,8 +120,8 @@ pub async fn a_holder_of_a_broken_lock_does_not_write_the_value(context: &TestCo
     assert_eq!(read(&*client, "orders:42").await, None);
 }
 
-/// A value that was written under a larger token is not replaced: the write is late, and belongs to
-/// a hold before a hand-over.
+/// A write does not replace a value with a larger token. Such a write is late: it belongs to a hold
+/// before a hand-over of the claim.
 pub async fn a_late_write_does_not_replace_a_newer_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(5);
@@ -134,7 +136,7 @@ pub async fn a_late_write_does_not_replace_a_newer_value(context: &TestContext) 
     assert_freed(&*client, &claim).await;
 }
 
-/// A shared holder writes nothing, and reads the value.
+/// A shared holder cannot write the value, but can read it.
 pub async fn a_shared_holder_does_not_write_the_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_mode(ClaimMode::Shared);
@@ -144,7 +146,8 @@ pub async fn a_shared_holder_does_not_write_the_value(context: &TestContext) {
     assert_freed(&*client, &claim).await;
 }
 
-/// Values of different keys are independent, and none of them is a lock.
+/// Values of different keys are independent, even if a key looks like a name that the store derives
+/// from another key.
 pub async fn values_of_different_keys_are_independent(context: &TestContext) {
     let client = context.client().await;
     let names = ["orders:1", "orders:2", "orders:1:token", "orders:1:value"];
@@ -208,7 +211,7 @@ pub async fn a_guard_writes_the_value_and_every_registry_reads_it(context: &Test
     assert_eq!(lock.value().await.expect("the value is read"), Some(value));
 }
 
-/// A guard whose lock was broken cannot write, and knows that it is lost.
+/// A guard whose lock was broken cannot write. The failed write also detects the loss.
 pub async fn a_guard_of_a_broken_lock_cannot_write(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let guard = first.obtain("report").lock().await.expect("a free lock is acquired");
@@ -256,7 +259,7 @@ pub async fn a_guard_that_has_written_is_not_handed_over(context: &TestContext) 
     next.unlock().await.expect("the lock is released");
 }
 
-/// Reads through the SPI.
+/// Reads the value of a key through the SPI.
 async fn read(client: &dyn LockBackend, name: &str) -> Option<LockValue> {
     values(client).value(&key(name)).await.expect("the value is read").value
 }

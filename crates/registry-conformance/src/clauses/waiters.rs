@@ -1,4 +1,4 @@
-//! The listing of the claims that wait: who waits for a key, and in which mode.
+//! The list of waiting claims, with their keys, modes and labels.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use crate::context::{
     TestContext, assert_busy, assert_freed, assert_granted, is_free, key, release, unlock,
 };
 
-/// A claim that waits for a held key is listed for this key and for all keys, with its mode, to
-/// every client. The holder is not listed.
+/// Every client lists a claim that waits for a held key, with its mode, both for this key and for
+/// all keys. The holder is not listed.
 pub async fn a_waiting_claim_is_listed_with_its_key_and_mode(context: &TestContext) {
     let (holding, waiting, operator) =
         (context.client().await, context.client().await, context.client().await);
@@ -152,11 +152,11 @@ pub async fn a_waiting_caller_is_listed_until_it_gives_up(context: &TestContext)
         }
         assert_eq!(holding.list_waiters().await.expect("the store lists waiters").len(), 1);
     }
-    context.eventually("the waiter has gone", async || waiters_of(&holding).await.is_empty()).await;
+    context.eventually("no waiter is listed", async || waiters_of(&holding).await.is_empty()).await;
     unlock(held).await;
 }
 
-/// A caller that has waited and acquires the lock is listed as holder only.
+/// A waiting caller that acquires the lock is no longer listed as a waiter.
 pub async fn a_waiting_caller_that_acquires_the_lock_is_not_listed_any_more(context: &TestContext) {
     let (holding, waiting) = (context.registry().await, context.registry().await);
     let held = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -167,11 +167,12 @@ pub async fn a_waiting_caller_that_acquires_the_lock_is_not_listed_any_more(cont
         .await;
     unlock(held).await;
     let guard = wait.await.expect("no panic").expect("the lock was released");
-    context.eventually("the waiter has gone", async || waiters_of(&holding).await.is_empty()).await;
+    context.eventually("no waiter is listed", async || waiters_of(&holding).await.is_empty()).await;
     unlock(guard).await;
 }
 
-/// Makes `claim` wait for its key: in the queue of the store, or by a registration.
+/// Makes `claim` wait for its key: in the queue of the store, or as a registered waiter if the
+/// store has no queue.
 async fn start_waiting(client: &dyn LockBackend, claim: &Claim) {
     if client.capabilities().fair {
         assert_busy(client, &claim.clone().with_queueing(Queueing::Join)).await;

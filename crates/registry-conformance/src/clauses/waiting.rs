@@ -1,5 +1,5 @@
-//! A wait ends when the lock is acquired, at its deadline, or with an error. Local waiters are
-//! served in order and share their store requests.
+//! A wait ends when the lock is acquired, at its deadline, or with an error. Waiters of one process
+//! acquire the lock in order and share their store requests.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -62,7 +62,7 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(context: &TestContext
         let busy = assert_busy(&*second, &waiter).await;
         assert_freed(&*first, &holder).await;
         let wait = timeout(context.max_wait(), second.wait(&waiter, &busy));
-        wait.await.expect("the release came before the wait and was missed");
+        wait.await.expect("a release before the wait ends the wait");
     }
 }
 
@@ -102,7 +102,7 @@ pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
         drop(timeout(Duration::from_millis(n), client.wait(&waiter, &busy)).await);
     }
     assert_freed(&*client, &holder).await;
-    assert!(is_free(&*client, holder.key()).await, "a dropped wait holds something");
+    assert!(is_free(&*client, holder.key()).await, "a dropped wait left a record");
 }
 
 /// A waiter acquires the lock after another caller of the same process unlocks it.
@@ -118,9 +118,9 @@ pub async fn a_waiter_acquires_the_lock_when_another_process_unlocks_it(context:
     assert_waiter_acquires(&local, &remote).await;
 }
 
-async fn assert_waiter_acquires(from: &Registry, to: &Registry) {
-    let guard = from.obtain("orders:42").lock().await.expect("a free lock is acquired");
-    let lock = to.obtain("orders:42");
+async fn assert_waiter_acquires(holder: &Registry, waiter: &Registry) {
+    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let lock = waiter.obtain("orders:42");
     let mut waiting = pin!(lock.lock());
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     let (next, unlocked) = join(waiting, async {
@@ -149,7 +149,7 @@ pub async fn a_wait_of_zero_does_not_wait(context: &TestContext) {
         for wait in [Duration::ZERO, Duration::from_nanos(1)] {
             let lock = registry.obtain("orders:42");
             let none =
-                timeout(context.max_wait(), lock.try_lock_for(wait)).await.expect("it waits");
+                timeout(context.max_wait(), lock.try_lock_for(wait)).await.expect("it returns");
             assert!(none.expect("busy is no error").is_none());
         }
     }
@@ -252,7 +252,7 @@ pub async fn one_unlock_ends_the_wait_of_one_of_two_processes(context: &TestCont
     }
 }
 
-/// A waiter whose wake-ups are lost acquires the lock, because it also polls.
+/// A waiter whose wake-ups are lost acquires the lock, because the engine also polls.
 pub async fn a_waiter_acquires_the_lock_after_a_lost_wake_up(context: &TestContext) {
     let faulty = context.faulty(Faults::none().always(Operation::Wait, Fault::LoseWake)).await;
     let (local, remote) =
@@ -303,7 +303,7 @@ pub async fn a_permanent_store_error_ends_the_wait_at_once(context: &TestContext
     let faulty = context.faulty(Faults::none().always(Operation::Acquire, Fault::Deny)).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain("orders:42");
-    match timeout(context.max_wait(), lock.lock()).await.expect("it retries a permanent error") {
+    match timeout(context.max_wait(), lock.lock()).await.expect("a permanent error ends the wait") {
         Err(error @ LockError::Backend { .. }) => assert!(!error.is_retryable(), "{error:?}"),
         other => panic!("a store that denies is reported as {other:?}"),
     }
@@ -371,7 +371,7 @@ pub async fn a_waiter_acquires_the_lock_when_a_separate_process_unlocks_it(conte
         remote.unlock("orders:42").await
     })
     .await;
-    assert!(unlocked, "the other process held it until then");
+    assert!(unlocked, "the other process did not hold the lock");
     let guard = guard.expect("the store answers").expect("the lock is released during the wait");
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -389,5 +389,5 @@ pub async fn a_separate_process_acquires_the_lock_when_it_is_unlocked_here(conte
     .await;
     unlocked.expect("a held lock is unlocked");
     assert!(matches!(held, RemoteLock::Held { .. }));
-    assert!(remote.unlock("orders:42").await, "the other process held it until then");
+    assert!(remote.unlock("orders:42").await, "the other process did not hold the lock");
 }

@@ -49,8 +49,8 @@ impl Operation {
     }
 }
 
-/// A fault of a call. Several faults can apply to one call, unless one of them keeps it from the
-/// store.
+/// A fault of a call. Several faults can apply to one call. If one of them keeps the request from
+/// the store, only [`DelayRequest`](Self::DelayRequest) takes effect with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
@@ -71,7 +71,7 @@ pub enum Fault {
     DelayReply(Duration),
     /// The store executes the request twice in succession. The caller receives the first reply.
     Repeat,
-    /// The store executes the request a second time after this time, whatever has happened since. A
+    /// The store executes the request once more after this time, whatever has happened since. A
     /// fault of [`Faults::sometimes`] repeats it after a random part of this time.
     RepeatLate(Duration),
     /// Suppresses the store's wake-up. Only for [`Operation::Wait`].
@@ -81,7 +81,7 @@ pub enum Fault {
     WakeEarly(Duration),
 }
 
-/// A plan of faults.
+/// A plan of faults: which fault applies to which call.
 ///
 /// # Examples
 /// ```
@@ -115,7 +115,7 @@ impl Faults {
         Self::seeded(0)
     }
 
-    /// Creates a plan without faults, whose random faults will follow from `seed`.
+    /// Creates a plan without faults. `seed` determines the random faults that you add later.
     #[must_use]
     pub const fn seeded(seed: u64) -> Self {
         Self { seed, rules: Vec::new() }
@@ -135,7 +135,7 @@ impl Faults {
     /// If `probability` is not within `0.0..=1.0`.
     #[must_use]
     pub fn sometimes(mut self, operation: Operation, probability: f64, fault: Fault) -> Self {
-        assert!((0.0..=1.0).contains(&probability), "{probability} is a probability");
+        assert!((0.0..=1.0).contains(&probability), "{probability} is not a probability");
         self.rules.push((operation, Trigger::Sometimes(probability), fault));
         self
     }

@@ -10,7 +10,8 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// The number of the reply that reports that the process serves. No message has this number.
+/// The number of the reply with which the helper process reports that it is ready. No message has
+/// this number.
 pub const READY: u64 = 0;
 
 /// A message to the helper process.
@@ -41,17 +42,17 @@ pub struct Reply<E> {
 /// Returns the error of `result`.
 ///
 /// # Panics
-/// If the result is not plain data.
+/// If the result cannot be represented in JSON.
 pub fn value<T: Serialize, E>(result: Result<T, E>) -> Result<Value, E> {
-    result.map(|value| serde_json::to_value(value).expect("results are plain data"))
+    result.map(|value| serde_json::to_value(value).expect("a result can be represented in JSON"))
 }
 
 /// Returns a message or a reply as one line.
 ///
 /// # Panics
-/// If it is not plain data.
+/// If `content` cannot be represented in JSON.
 pub fn line(content: &impl Serialize) -> String {
-    serde_json::to_string(content).expect("messages are plain data") + "\n"
+    serde_json::to_string(content).expect("a message can be represented in JSON") + "\n"
 }
 
 /// Writes a line of the helper process. Ignores errors, because the reader may have ended.
@@ -83,7 +84,7 @@ where
     let mut messages = read_messages();
     let mut tasks = JoinSet::new();
     let mut running = Vec::new();
-    // A test program may have printed the start of a line.
+    // The test harness may have printed the start of a line.
     print_text("\n");
     print(&Reply::<E> { reply_to: READY, result: Ok(Value::Null) });
     while let Some(message) = messages.recv().await {
@@ -98,7 +99,8 @@ where
                 running.push((number, task));
             }
             Message::Cancel(number) => {
-                running.iter().filter(|(of, _)| *of == number).for_each(|(_, task)| task.abort());
+                let cancelled = running.iter().filter(|(request, _)| *request == number);
+                cancelled.for_each(|(_, task)| task.abort());
             }
             Message::Close(number) => return (Some(number), tasks),
         }

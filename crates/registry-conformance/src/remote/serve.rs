@@ -24,8 +24,9 @@ pub(super) enum BackendRequest {
     SetValue(Claim, FencingToken, Vec<u8>),
 }
 
-/// Executes through `backend` the requests of a [`RemoteBackend`](super::RemoteBackend) on this
-/// process's standard input, until the input ends or a request to close arrives.
+/// Executes the requests of a [`RemoteBackend`](super::RemoteBackend) through `backend`. Reads them
+/// from this process's standard input, until the input ends or a
+/// [`Message::Close`](super::protocol::Message::Close) arrives.
 ///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. No further input is read.
@@ -79,7 +80,7 @@ mod tests {
         serde_json::from_str(&serde_json::to_string(value).unwrap()).unwrap()
     }
 
-    /// A field that is not sent would make the other process execute another request.
+    /// If a field were not serialized, the other process would execute a different request.
     #[test]
     fn requests_and_replies_of_all_modes_arrive_unchanged() {
         let modes = [
