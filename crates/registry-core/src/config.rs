@@ -14,6 +14,7 @@ mod value;
 use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -502,6 +503,23 @@ impl OptionError {
     #[must_use]
     pub fn new(option: &'static str, problem: impl Into<Cow<'static, str>>) -> Self {
         Self { option: Some(option), problem: problem.into() }
+    }
+
+    /// Checks a time that a method of the configuration sets.
+    ///
+    /// # Errors
+    ///
+    /// The time is outside `limits`.
+    pub fn check_time(
+        option: &'static str,
+        time: Duration,
+        limits: &RangeInclusive<Duration>,
+    ) -> Result<(), Self> {
+        if limits.contains(&time) {
+            return Ok(());
+        }
+        let [time, min, max] = [time, *limits.start(), *limits.end()].map(format_time);
+        Err(Self::new(option, format!("is {time}, not between {min} and {max}")))
     }
 
     /// Creates the error of several options together. `problem` is a sentence.

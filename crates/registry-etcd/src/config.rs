@@ -323,9 +323,8 @@ impl BackendConfig for EtcdConfig {
         }
         self.check_value("namespace", self.namespace())?;
         self.check_value("connect_timeout", &format_time(self.connect_timeout))?;
-        if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
-            return Err(OptionError::new("response_timeout", "is not between 10ms and 1h"));
-        }
+        let limits = SERVER_TIME_MIN..=TIME_MAX;
+        OptionError::check_time("response_timeout", self.response_timeout, &limits)?;
         self.pem_files.validate()?;
         if self.is_encrypted && !cfg!(feature = "tls") {
             return Err(OptionError::general("encrypted connections require the feature `tls`"));

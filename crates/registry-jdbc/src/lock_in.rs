@@ -208,7 +208,7 @@ pub enum LockInError {
         source: Option<sqlx::Error>,
     },
     /// The transaction's connection failed, or the database could not run a statement.
-    #[error("lock_in on {key:?} failed in the database; roll back and retry")]
+    #[error("lock_in on {key:?} failed in the database; roll back, and check the database's error")]
     #[non_exhaustive]
     Database {
         /// The key.

@@ -694,12 +694,17 @@ impl RedisConfig {
                 self.check_value(option, &format_time(value))?;
             }
         }
-        if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
-            return Err(OptionError::new("response_timeout", "is not between 10ms and 366days"));
-        }
+        let limits = SERVER_TIME_MIN..=TIME_MAX;
+        OptionError::check_time("response_timeout", self.response_timeout, &limits)?;
         if self.durability.is_required() && self.durability.limit >= self.response_timeout {
-            let problem = "is not shorter than response_timeout";
-            return Err(OptionError::new("replica_timeout", problem));
+            return Err(OptionError::new(
+                "replica_timeout",
+                format!(
+                    "is {}, not shorter than the `response_timeout` {}",
+                    format_time(self.durability.limit),
+                    format_time(self.response_timeout)
+                ),
+            ));
         }
         let lease = self.lease_option.unwrap_or(Duration::from_secs(30));
         if let Some(guard) = self.restart_guard_option

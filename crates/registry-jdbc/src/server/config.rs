@@ -266,11 +266,17 @@ impl ServerSettings {
     }
 
     fn check_limits(&self) -> Result<(), OptionError> {
-        if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
-            return Err(OptionError::new("response_timeout", "is not between 10ms and 366days"));
-        }
+        let limits = SERVER_TIME_MIN..=TIME_MAX;
+        OptionError::check_time("response_timeout", self.response_timeout, &limits)?;
         if self.busy_timeout >= self.response_timeout {
-            return Err(OptionError::new("busy_timeout", "is not shorter than response_timeout"));
+            return Err(OptionError::new(
+                "busy_timeout",
+                format!(
+                    "is {}, not shorter than the `response_timeout` {}",
+                    format_time(self.busy_timeout),
+                    format_time(self.response_timeout)
+                ),
+            ));
         }
         if self.purge_after < self.response_timeout * 2 {
             return Err(OptionError::new(
