@@ -21,9 +21,9 @@ use crate::error::{CallError, protocol_error};
 use crate::keep_alive::LeaseStatus;
 use crate::lease::{EtcdLease, ttl_seconds};
 use crate::modes::is_granted;
-use crate::proto::{KeyValue, LeaseTimeToLiveRequest};
+use crate::proto::{KeyValue, LeaseTimeToLiveRequest, ResponseHeader};
 use crate::record::{self, EntryRecord};
-use crate::txn;
+use crate::txn::{self, TxnResults};
 use crate::watcher::WatchOutcome;
 
 /// The result of one attempt to enqueue a claim or to read its position.
@@ -39,6 +39,37 @@ enum PredecessorCheck {
     Unchanged(Busy),
     /// The caller must read the whole queue.
     MayHaveChanged(Predecessor),
+}
+
+/// The entries around a waiting claim, from one read of its queue.
+struct QueueRead {
+    header: ResponseHeader,
+    own_entry: Option<KeyValue>,
+    predecessor: Option<KeyValue>,
+    first_entry: Option<KeyValue>,
+    /// Those of earlier entries, and the rewritten one of the old predecessor.
+    tombstones: Vec<KeyValue>,
+}
+
+impl QueueRead {
+    /// Decodes the response to [`txn::read_queue`].
+    fn decode(
+        mut results: TxnResults,
+        old_predecessor: Option<&Predecessor>,
+    ) -> Result<Self, BackendError> {
+        let (own_entry, predecessor) = (results.next_key()?, results.next_key()?);
+        let first_entry = results.next_key()?;
+        let mut tombstones = results.next_keys_if_any()?;
+        let rewritten = old_predecessor
+            .map(|predecessor| txn::rewritten_tombstone_value(predecessor.create_revision));
+        tombstones.extend(
+            results
+                .next_keys_if_any()?
+                .into_iter()
+                .filter(|tombstone| Some(&tombstone.value) == rewritten.as_ref()),
+        );
+        Ok(Self { header: results.header, own_entry, predecessor, first_entry, tombstones })
+    }
 }
 
 impl EtcdBackend {
@@ -134,23 +165,34 @@ impl EtcdBackend {
         };
         entry.lease.record_majority_response(results.header.raft_term);
         let revision = results.header.revision;
-        if results.succeeded {
-            entry.create_revision = Some(revision);
-            entry.tombstone_lease = tombstone_lease;
-            results.skip()?;
-            if joins_queue {
-                let predecessor =
-                    results.next_keys()?.into_iter().find(|other| other.key != entry.name);
-                entry.predecessor =
-                    predecessor.map(|predecessor| Predecessor::new(predecessor, revision));
-            }
-            let tombstones = results.next_keys_if_any()?;
-            if entry.predecessor.is_none() && self.has_tombstone_of_other_entry(&entry, &tombstones)
-            {
-                return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
-            }
-            return self.grant_or_busy(claim, entry_guard, entry, None);
+        if !results.succeeded {
+            return self.use_existing_entry(claim, entry_guard, entry, results).await;
         }
+        entry.create_revision = Some(revision);
+        entry.tombstone_lease = tombstone_lease;
+        results.skip()?;
+        if joins_queue {
+            let predecessor =
+                results.next_keys()?.into_iter().find(|other| other.key != entry.name);
+            entry.predecessor =
+                predecessor.map(|predecessor| Predecessor::new(predecessor, revision));
+        }
+        let tombstones = results.next_keys_if_any()?;
+        if entry.predecessor.is_none() && self.has_tombstone_of_other_entry(&entry, &tombstones) {
+            return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
+        }
+        self.grant_or_busy(claim, entry_guard, entry, None)
+    }
+
+    /// Decides on a claim whose entry was not created, because the claim has an entry already or
+    /// the queue is not empty.
+    async fn use_existing_entry(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+        mut results: TxnResults,
+    ) -> Result<QueueStep, BackendError> {
         let (own_entry, first_entry) = (results.next_key()?, results.next_key()?);
         if let Some(own_entry) = own_entry {
             if !record::belongs_to(&own_entry, claim.id()) {
@@ -240,72 +282,70 @@ impl EtcdBackend {
             }
             _ => (read.await, false),
         };
-        let results = results.and_then(|mut results| {
-            let found = (
-                results.next_key(),
-                results.next_key(),
-                results.next_key(),
-                results.next_keys_if_any(),
-            );
-            let (Ok(own_entry), Ok(predecessor), Ok(first_entry), Ok(mut tombstones)) = found
-            else {
-                return Err(CallError::Other(protocol_error()));
-            };
-            let rewritten_candidates =
-                results.next_keys_if_any().map_err(CallError::Other)?.into_iter();
-            let rewritten = old_predecessor
-                .as_ref()
-                .map(|predecessor| txn::rewritten_tombstone_value(predecessor.create_revision));
-            tombstones.extend(
-                rewritten_candidates
-                    .filter(|tombstone| Some(&tombstone.value) == rewritten.as_ref()),
-            );
-            Ok((results.header, own_entry, predecessor, first_entry, tombstones))
+        let read = results.and_then(|results| {
+            QueueRead::decode(results, old_predecessor.as_ref()).map_err(CallError::Other)
         });
-        let (header, own_entry, predecessor, first_entry, tombstones) = match results {
-            Ok(results) => results,
+        let read = match read {
+            Ok(read) => read,
             Err(failure) => {
                 entry.predecessor = old_predecessor;
                 **entry_guard = Some(entry);
                 return Err(failure.into_error().as_unknown());
             }
         };
-        entry.lease.record_majority_response(header.raft_term);
-        let Some(own_entry) = own_entry.filter(|own| own.create_revision == create_revision) else {
+        entry.lease.record_majority_response(read.header.raft_term);
+        let Some(own_entry) = read.own_entry.filter(|own| own.create_revision == create_revision)
+        else {
             self.abandon(entry);
             return Ok(QueueStep::Retry);
         };
-        entry.predecessor = predecessor.map(|predecessor| {
-            Predecessor::new(predecessor, header.revision).with_watch_from(old_predecessor.as_mut())
-        });
-        if entry.predecessor.is_none() {
-            if entry.lease.remaining() < claim.lease() / 2 {
-                // The last extension of the entry's lease does not count, because the leader has
-                // changed since. The next attempt extends the lease again.
-                entry.predecessor = old_predecessor;
-                **entry_guard = Some(entry);
-                return Ok(QueueStep::Retry);
-            }
-            let was_lost = match old_predecessor.filter(|_| !was_released) {
-                Some(predecessor) => {
-                    predecessor.is_deleted || !self.was_released(&predecessor).await
-                }
-                None => false,
-            };
-            let needs_delay = match entry.delayed_since {
-                Some(since) => Moment::now().since(since) < GRANT_DELAY,
-                None => was_lost || self.has_tombstone_of_other_entry(&entry, &tombstones),
-            };
-            if needs_delay {
-                return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
-            }
-            let record = EntryRecord::of(&own_entry);
-            if record.needs_token() {
-                return self.take_token(entry_guard, entry, &own_entry, ClaimMode::Exclusive).await;
-            }
-            entry.later_token = Some(record.token).filter(|token| *token != create_revision);
+        if let Some(predecessor) = read.predecessor {
+            let predecessor = Predecessor::new(predecessor, read.header.revision);
+            entry.predecessor = Some(predecessor.with_watch_from(old_predecessor.as_mut()));
+            return self.grant_or_busy(claim, entry_guard, entry, read.first_entry.as_ref());
         }
-        self.grant_or_busy(claim, entry_guard, entry, first_entry.as_ref())
+        if entry.lease.remaining() < claim.lease() / 2 {
+            // The last extension of the entry's lease does not count, because the leader has
+            // changed since. The next attempt extends the lease again.
+            entry.predecessor = old_predecessor;
+            **entry_guard = Some(entry);
+            return Ok(QueueStep::Retry);
+        }
+        let unreleased = old_predecessor.filter(|_| !was_released);
+        self.grant_first_entry(claim, entry_guard, entry, unreleased, &own_entry, read.tombstones)
+            .await
+    }
+
+    /// Grants a claim whose entry is first. If its predecessor or another entry was deleted without
+    /// a release, the grant is delayed. `unreleased` is the predecessor, unless its release is
+    /// already known.
+    async fn grant_first_entry(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+        unreleased: Option<Predecessor>,
+        own_entry: &KeyValue,
+        tombstones: Vec<KeyValue>,
+    ) -> Result<QueueStep, BackendError> {
+        let was_lost = match unreleased {
+            Some(predecessor) => predecessor.is_deleted || !self.was_released(&predecessor).await,
+            None => false,
+        };
+        let needs_delay = match entry.delayed_since {
+            Some(since) => Moment::now().since(since) < GRANT_DELAY,
+            None => was_lost || self.has_tombstone_of_other_entry(&entry, &tombstones),
+        };
+        if needs_delay {
+            return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
+        }
+        let record = EntryRecord::of(own_entry);
+        if record.needs_token() {
+            return self.take_token(entry_guard, entry, own_entry, ClaimMode::Exclusive).await;
+        }
+        entry.later_token =
+            Some(record.token).filter(|token| Some(*token) != entry.create_revision);
+        self.grant_or_busy(claim, entry_guard, entry, None)
     }
 
     /// Checks whether the entry and its `predecessor` still exist with their creation revisions.

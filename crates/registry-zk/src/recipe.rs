@@ -20,7 +20,7 @@ use zookeeper_client::Error;
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::ensure_largest_token;
-use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
+use crate::modes::{self, Blocker, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeGrant, encode_node_data};
 use crate::nodes::{
     CreatedNode, ListedChildren, create_parents, create_sequential, delete, fencing_token,
@@ -89,6 +89,15 @@ fn keeps_entry(session: &ZkSession, claim: &Claim) -> bool {
     }
 }
 
+/// The result of one step of an attempt.
+enum Step {
+    Done(Attempt),
+    /// The connection broke, or another client deleted a node. The next step repeats the work.
+    Retry,
+    /// The queue changed during the step. The next step reads it again.
+    QueueChanged,
+}
+
 /// Tries up to `ATTEMPTS_MAX` times to create the claim's node and to determine its position.
 async fn run_attempt(
     session: &Arc<ZkSession>,
@@ -97,106 +106,11 @@ async fn run_attempt(
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
     let mut is_queue_changing = false;
-    let keeps_entry = keeps_entry(session, claim);
     for _ in 0..ATTEMPTS_MAX {
-        if state.is_creation_unresolved {
-            resolve_creation(session, entry, state, claim.id()).await?;
-        }
-        if state.is_conversion_unresolved {
-            resolve_conversion(session, entry, state, claim.id()).await?;
-        }
-        if state.held_until.is_some_and(|until| until <= Moment::now()) {
-            // The grant has expired. A new grant needs a new token, and so a new node.
-            delete_nodes(session, state).await?;
-        }
-        if session.config().is_semaphore() && semaphore::has_left_queue(entry, state) {
-            if semaphore::units_exist(session, state).await? {
-                return grant(session, state, claim);
-            }
-            delete_nodes(session, state).await?;
-        }
-        let ListedChildren { names, last_write } = if state.node.is_none() {
-            match create_node(session, entry, state, claim).await? {
-                Some(listed) => listed,
-                None => continue,
-            }
-        } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
-            return Ok(Attempt::Busy(Busy::new().with_place()));
-        } else {
-            read_children_or_empty(session, entry).await?
-        };
-        let children = exclude_missing_on_majority(state, names);
-        let queue = sort_contenders(session, &entry.dir, children).await?;
-        let Some(node) = &state.node else { continue };
-        let Some(own) = queue.position_of(node.name()) else {
-            // Another client has deleted the claim's node.
-            delete_upgrade_request(session, state).await?;
-            state.clear_node();
-            continue;
-        };
-        let before = &queue.names()[..own];
-        // The queue of Curator's semaphore is that of an exclusive lock.
-        let is_semaphore = session.config().is_semaphore();
-        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
-        let watched = state.blockers.as_ref();
-        let blockers =
-            match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_entry)
-                .await?
-            {
-                Blockers::None if is_semaphore => {
-                    match semaphore::try_acquire(session, entry, state, claim, keeps_entry).await? {
-                        SemaphoreAttempt::Granted => return grant(session, state, claim),
-                        SemaphoreAttempt::Busy(busy) => return Ok(Attempt::Busy(busy)),
-                        SemaphoreAttempt::Retry => is_queue_changing = true,
-                    }
-                    continue;
-                }
-                Blockers::None => {
-                    if ensure_largest_token(session, entry, state, claim, last_write).await? {
-                        return grant(session, state, claim);
-                    }
-                    continue;
-                }
-                Blockers::Nodes(blockers) => blockers,
-                Blockers::Changed => {
-                    (state.blockers, is_queue_changing) = (None, true);
-                    continue;
-                }
-                Blockers::OtherUnits(held_total) => {
-                    delete_nodes(session, state).await?;
-                    return Ok(Attempt::Busy(Busy::new().with_other_units(held_total)));
-                }
-            };
-        if let Some(missing) =
-            modes::find_missing_on_majority(session, &entry.dir, before, mode, &blockers).await?
-        {
-            state.nodes_missing_on_majority.push(missing);
-            (state.blockers, is_queue_changing) = (None, true);
-            continue;
-        }
-        if !keeps_entry {
-            if is_semaphore
-                && semaphore::wait_for_predecessor(session, entry, claim, before, blockers).await?
-            {
-                is_queue_changing = true;
-                continue;
-            }
-            delete_nodes(session, state).await?;
-            return Ok(Attempt::Busy(Busy::new()));
-        }
-        let watched = state.blockers.take();
-        let dir = &entry.dir;
-        match watch_blockers(session, dir, before, &entry.key, blockers, watched).await? {
-            Some((watched, holder)) => {
-                state.blockers = Some(watched);
-                let busy = Busy::new().with_place();
-                return Ok(Attempt::Busy(match holder {
-                    Some(holder) => busy.with_holder(holder),
-                    None => busy,
-                }));
-            }
-            // The next attempt lists the children again.
-            None => is_queue_changing = true,
+        match run_step(session, entry, state, claim).await? {
+            Step::Done(attempt) => return Ok(attempt),
+            Step::Retry => {}
+            Step::QueueChanged => is_queue_changing = true,
         }
     }
     state.blockers = None;
@@ -211,6 +125,133 @@ async fn run_attempt(
     // The queue changes faster than this client reads it. Without watched nodes,
     // `wait_for_blockers` returns at once.
     Ok(Attempt::Busy(Busy::new().with_place()))
+}
+
+/// Creates the claim's node unless it exists, reads the queue, and decides on the claim.
+async fn run_step(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Step, BackendError> {
+    settle_node(session, entry, state, claim).await?;
+    let is_semaphore = session.config().is_semaphore();
+    if is_semaphore && semaphore::has_left_queue(entry, state) {
+        if semaphore::units_exist(session, state).await? {
+            return grant(session, state, claim).map(Step::Done);
+        }
+        delete_nodes(session, state).await?;
+    }
+    let ListedChildren { names, last_write } = if state.node.is_none() {
+        match create_node(session, entry, state, claim).await? {
+            Some(listed) => listed,
+            None => return Ok(Step::Retry),
+        }
+    } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
+        return Ok(Step::Done(Attempt::Busy(Busy::new().with_place())));
+    } else {
+        read_children_or_empty(session, entry).await?
+    };
+    let children = exclude_missing_on_majority(state, names);
+    let queue = sort_contenders(session, &entry.dir, children).await?;
+    let Some(node) = &state.node else { return Ok(Step::Retry) };
+    let Some(own) = queue.position_of(node.name()) else {
+        // Another client has deleted the claim's node.
+        delete_upgrade_request(session, state).await?;
+        state.clear_node();
+        return Ok(Step::Retry);
+    };
+    let before = &queue.names()[..own];
+    // The queue of Curator's semaphore is that of an exclusive lock.
+    let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
+    let (dir, watched) = (&entry.dir, state.blockers.as_ref());
+    let keeps_entry = keeps_entry(session, claim);
+    match modes::find_blockers(session, dir, before, mode, watched, keeps_entry).await? {
+        Blockers::None if is_semaphore => {
+            let attempt = semaphore::try_acquire(session, entry, state, claim, keeps_entry).await?;
+            match attempt {
+                SemaphoreAttempt::Granted => grant(session, state, claim).map(Step::Done),
+                SemaphoreAttempt::Busy(busy) => Ok(Step::Done(Attempt::Busy(busy))),
+                SemaphoreAttempt::Retry => Ok(Step::QueueChanged),
+            }
+        }
+        Blockers::None => {
+            if ensure_largest_token(session, entry, state, claim, last_write).await? {
+                return grant(session, state, claim).map(Step::Done);
+            }
+            Ok(Step::Retry)
+        }
+        Blockers::Nodes(blockers) => {
+            wait_or_withdraw(session, entry, state, claim, before, mode, blockers).await
+        }
+        Blockers::Changed => {
+            state.blockers = None;
+            Ok(Step::QueueChanged)
+        }
+        Blockers::OtherUnits(held_total) => {
+            delete_nodes(session, state).await?;
+            Ok(Step::Done(Attempt::Busy(Busy::new().with_other_units(held_total))))
+        }
+    }
+}
+
+/// Finds out what became of the requests whose outcome is unknown, and deletes the node of an
+/// expired grant.
+async fn settle_node(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<(), BackendError> {
+    if state.is_creation_unresolved {
+        resolve_creation(session, entry, state, claim.id()).await?;
+    }
+    if state.is_conversion_unresolved {
+        resolve_conversion(session, entry, state, claim.id()).await?;
+    }
+    if state.held_until.is_some_and(|until| until <= Moment::now()) {
+        // The grant has expired. A new grant needs a new token, and so a new node.
+        delete_nodes(session, state).await?;
+    }
+    Ok(())
+}
+
+/// Watches the blockers of a claim that keeps its queue entry, and deletes the nodes of any other.
+async fn wait_or_withdraw(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+    before: &[String],
+    mode: ClaimMode,
+    blockers: Vec<Blocker>,
+) -> Result<Step, BackendError> {
+    let dir = &entry.dir;
+    let missing =
+        modes::find_missing_on_majority(session, dir, before, mode, &blockers).await?;
+    if let Some(missing) = missing {
+        state.nodes_missing_on_majority.push(missing);
+        state.blockers = None;
+        return Ok(Step::QueueChanged);
+    }
+    if !keeps_entry(session, claim) {
+        if session.config().is_semaphore()
+            && semaphore::wait_for_predecessor(session, entry, claim, before, blockers).await?
+        {
+            return Ok(Step::QueueChanged);
+        }
+        delete_nodes(session, state).await?;
+        return Ok(Step::Done(Attempt::Busy(Busy::new())));
+    }
+    let watched = state.blockers.take();
+    let watched = watch_blockers(session, dir, before, &entry.key, blockers, watched).await?;
+    let Some((watched, holder)) = watched else { return Ok(Step::QueueChanged) };
+    state.blockers = Some(watched);
+    let busy = Busy::new().with_place();
+    Ok(Step::Done(Attempt::Busy(match holder {
+        Some(holder) => busy.with_holder(holder),
+        None => busy,
+    })))
 }
 
 /// Creates the node of `claim` and returns all children of `dir`. Returns `None` if the caller must
