@@ -316,6 +316,16 @@ fn emit_gave_up(local_lock: &LocalLock, mode: ClaimMode, started_at: Moment) {
     });
 }
 
+/// What a waiting acquisition keeps from one attempt to the next.
+struct WaitState {
+    wake_limiter: WakeRateLimiter,
+    /// Polls become rarer while the holder stays the same.
+    holder_changed_at: Moment,
+    /// The token of the last holder that the store named.
+    last_token: Option<FencingToken>,
+    registration: Registration,
+}
+
 /// Why an acquisition in the store ended without a guard and before its deadline.
 enum AcquireFailure {
     /// This caller was not polled for the length of a lease. Its claim and its local permit are
@@ -436,10 +446,12 @@ impl Acquisition<'_> {
         );
         let mut attempts = 0;
         let mut failures = Failures::default();
-        let mut wake_limiter = WakeRateLimiter::new();
-        let mut holder_changed_at = Moment::now();
-        let mut last_token = None;
-        let mut registration = Registration::new(self.local_lock.engine(), pending.claim());
+        let mut wait = WaitState {
+            wake_limiter: WakeRateLimiter::new(),
+            holder_changed_at: Moment::now(),
+            last_token: None,
+            registration: Registration::new(self.local_lock.engine(), pending.claim()),
+        };
         let mut first_outcome = match first {
             FirstAttempt::At(pause_end) => {
                 (pending, ()) = suspension.during(pending, self.pause(pause_end)).await?;
@@ -485,32 +497,8 @@ impl Acquisition<'_> {
                     if self.deadline_passed(Moment::now()) {
                         return Ok(None);
                     }
-                    let token = busy.holder.as_ref().and_then(|holder| holder.token);
-                    // A new holder restarts the growth of the interval between polls. In a store
-                    // with a queue it does not, because a release wakes only the first claim.
-                    if token != last_token && !self.engine.capabilities.fair {
-                        holder_changed_at = Moment::now();
-                    }
-                    last_token = token;
-                    let wait = wait_for_attempt(
-                        self.engine,
-                        self.deadline,
-                        pending.claim().clone(),
-                        busy,
-                        holder_changed_at,
-                        &mut registration,
-                    );
-                    let woken;
-                    (pending, woken) = suspension.during(pending, wait).await?;
-                    if woken? == WokenBy::Store {
-                        let delay = pending.contention().map(|it| it.delay_after_wake());
-                        let pause = wake_limiter.take().max(delay.unwrap_or_default());
-                        if !pause.is_zero() {
-                            let end = Moment::now().after(pause);
-                            let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
-                            (pending, ()) = suspension.during(pending, self.pause(end)).await?;
-                        }
-                    }
+                    pending =
+                        self.wait_while_busy(pending, busy, &mut wait, &mut suspension).await?;
                     continue;
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone_error(),
@@ -609,6 +597,43 @@ impl Acquisition<'_> {
             .with_label(options.label.clone())
             .with_queueing(queueing)
             .with_token_block(hand_overs_max.saturating_add(1))
+    }
+
+    /// Waits after a `Busy` response until the next attempt is due.
+    async fn wait_while_busy(
+        &self,
+        mut pending: PendingClaim,
+        busy: Busy,
+        state: &mut WaitState,
+        suspension: &mut Suspension<'_, PendingClaim>,
+    ) -> Result<PendingClaim, AcquireFailure> {
+        let token = busy.holder.as_ref().and_then(|holder| holder.token);
+        // A new holder restarts the growth of the interval between polls. In a store with a queue
+        // it does not, because a release wakes only the first claim.
+        if token != state.last_token && !self.engine.capabilities.fair {
+            state.holder_changed_at = Moment::now();
+        }
+        state.last_token = token;
+        let wait = wait_for_attempt(
+            self.engine,
+            self.deadline,
+            pending.claim().clone(),
+            busy,
+            state.holder_changed_at,
+            &mut state.registration,
+        );
+        let woken;
+        (pending, woken) = suspension.during(pending, wait).await?;
+        if woken? == WokenBy::Store {
+            let delay = pending.contention().map(|it| it.delay_after_wake());
+            let pause = state.wake_limiter.take().max(delay.unwrap_or_default());
+            if !pause.is_zero() {
+                let end = Moment::now().after(pause);
+                let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
+                (pending, ()) = suspension.during(pending, self.pause(end)).await?;
+            }
+        }
+        Ok(pending)
     }
 
     /// Waits before the next attempt after a store error, or returns the error.

@@ -740,56 +740,25 @@ impl<'a> QuorumRound<'a> {
         // Without a majority of responses the round ends with an error, so the first grace period
         // is long.
         requests.set_grace_period(BUSY_GRACE_PERIOD);
-        let mut granted: Vec<MasterGrant> = Vec::new();
-        let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
-        let mut first_error: Option<BackendError> = None;
-        let (mut failed, mut is_grace_period_shortened) = (0, false);
-        while failed <= quorum.failures_max() {
-            if granted.len() >= quorum.majority()
-                && !(requests.is_in_grace_period && is_disputed(&granted, quorum.majority()))
-            {
-                break;
-            }
-            // The round can no longer acquire the lock. Further responses decide between `Busy` and
-            // a store error.
-            let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
-            if busy.len() + failed > quorum.failures_max()
-                && !(lacks_majority_of_votes && requests.is_in_grace_period)
-            {
-                break;
-            }
-            // The masters that might still grant the claim are slow or may never respond.
-            if !lacks_majority_of_votes && !requests.is_in_grace_period {
-                break;
-            }
+        let mut votes = Votes::default();
+        let mut is_grace_period_shortened = false;
+        while !votes.decide_round(quorum, requests.is_in_grace_period) {
             match requests.next().await {
-                ResponseEvent::Response(Ok(AcquireResult::Granted {
-                    token,
-                    lease,
-                    is_token_agreed,
-                })) => {
-                    granted.push(MasterGrant { token, is_token_agreed, lease });
-                }
-                ResponseEvent::Response(Ok(AcquireResult::Busy { remaining, holder, .. })) => {
-                    busy.push((remaining, holder));
-                }
-                ResponseEvent::Response(Err(error)) => {
-                    failed += 1;
-                    first_error.get_or_insert(error);
-                }
+                ResponseEvent::Response(response) => votes.add(response),
                 ResponseEvent::GracePeriodOver => continue,
                 ResponseEvent::AllReceived => break,
             }
-            let responses = granted.len() + busy.len();
+            let responses = votes.granted.len() + votes.busy.len();
             if !is_grace_period_shortened && responses >= quorum.majority() {
                 is_grace_period_shortened = true;
-                if is_disputed(&granted, quorum.majority()) {
+                if is_disputed(&votes.granted, quorum.majority()) {
                     requests.set_grace_period(GRACE_PERIOD_MAX);
                 } else {
                     requests.shorten_grace_period();
                 }
             }
         }
+        let Votes { granted, busy, first_error, .. } = votes;
         // An earlier attempt may have acquired the lock. A failure of this round must not withdraw
         // that grant.
         let agreed = granted.iter().filter(|grant| grant.is_token_agreed).count();
@@ -970,6 +939,54 @@ fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundO
 
 /// The sequence number of a wait that no release message ends, so that the engine polls.
 const NEVER_WOKEN: u64 = u64::MAX;
+
+/// The responses of the masters to one attempt.
+#[derive(Default)]
+struct Votes {
+    granted: Vec<MasterGrant>,
+    /// The remaining lease of each busy master's holder, if known, and the holder.
+    busy: Vec<(Option<Duration>, Holder)>,
+    failed: usize,
+    first_error: Option<BackendError>,
+}
+
+impl Votes {
+    fn add(&mut self, response: Result<AcquireResult, BackendError>) {
+        match response {
+            Ok(AcquireResult::Granted { token, lease, is_token_agreed }) => {
+                self.granted.push(MasterGrant { token, is_token_agreed, lease });
+            }
+            Ok(AcquireResult::Busy { remaining, holder, .. }) => self.busy.push((remaining, holder)),
+            Err(error) => {
+                self.failed += 1;
+                self.first_error.get_or_insert(error);
+            }
+        }
+    }
+
+    /// Returns whether the round needs no further response.
+    fn decide_round(&self, quorum: &Quorum, is_in_grace_period: bool) -> bool {
+        let Self { granted, busy, failed, .. } = self;
+        if *failed > quorum.failures_max() {
+            return true;
+        }
+        if granted.len() >= quorum.majority()
+            && !(is_in_grace_period && is_disputed(granted, quorum.majority()))
+        {
+            return true;
+        }
+        // The round can no longer acquire the lock. Further responses decide between `Busy` and
+        // a store error.
+        let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
+        if busy.len() + failed > quorum.failures_max()
+            && !(lacks_majority_of_votes && is_in_grace_period)
+        {
+            return true;
+        }
+        // The masters that might still grant the claim are slow or may never respond.
+        !lacks_majority_of_votes && !is_in_grace_period
+    }
+}
 
 /// One master's grant.
 struct MasterGrant {
