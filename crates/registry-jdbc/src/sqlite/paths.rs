@@ -33,97 +33,9 @@ impl DatabasePaths {
     /// `Misconfigured` for a path that cannot name a database, `Denied` for a path that this
     /// process may not write.
     pub(super) fn resolve(path: &Path) -> Result<Self, BackendError> {
-        let refuse =
-            |kind: BackendErrorKind, message: &str| at_path(kind, path, message).as_refused();
-        let Some(text) = path.to_str() else {
-            return Err(refuse(Misconfigured, "the path is not UTF-8; use another path"));
-        };
-        if text.is_empty() || text.starts_with(":memory:") {
-            return Err(refuse(
-                Misconfigured,
-                "a database in memory is not shared with other processes; name a file, or use the in-process store",
-            ));
-        }
-        if text.contains('\0') {
-            return Err(refuse(Misconfigured, "the path must not contain NUL"));
-        }
-
-        // SQLite names log and index after the real file, so symbolic links are resolved at the
-        // opening.
-        let resolved = match fs::canonicalize(path) {
-            Ok(resolved) => resolved,
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                let name = path
-                    .file_name()
-                    .filter(|_| !text.ends_with('/'))
-                    .ok_or_else(|| refuse(Misconfigured, "name a file, not a folder"))?;
-                // This checks only for a link: another process may have created the file since.
-                if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
-                    return Err(refuse(
-                        Misconfigured,
-                        "it is a symbolic link to a missing file; create the file or remove the link",
-                    ));
-                }
-                let folder = match path.parent() {
-                    Some(folder) if !folder.as_os_str().is_empty() => folder,
-                    _ => Path::new("."),
-                };
-                let folder = fs::canonicalize(folder).map_err(|error| match error.kind() {
-                    ErrorKind::NotFound => refuse(
-                        Misconfigured,
-                        &format!("the folder {folder:?} does not exist; create it first"),
-                    ),
-                    _ => path_error(path, error),
-                })?;
-                folder.join(name)
-            }
-            Err(error) => return Err(path_error(path, error)),
-        };
-        let folder = resolved.parent().unwrap_or_else(|| Path::new("/"));
-        match fs::metadata(&resolved) {
-            Ok(metadata) if metadata.is_dir() => {
-                return Err(refuse(Misconfigured, "this is a folder; name a file in it"));
-            }
-            Ok(metadata) if !metadata.is_file() => {
-                return Err(refuse(Misconfigured, "this is no regular file; name a regular file"));
-            }
-            Ok(metadata) if has_hard_links(&metadata) => {
-                return Err(file_mismatch_error(&resolved, FileMismatch::HardLink).as_refused());
-            }
-            Ok(_) if is_mounted(&resolved) => {
-                return Err(refuse(
-                    Misconfigured,
-                    "it is mounted by itself, so the files next to it (-wal, -shm) are not those of other \
-                     containers; mount its folder instead",
-                ));
-            }
-            Ok(_) if !is_writable(&resolved) => {
-                return Err(refuse(
-                    Denied,
-                    "this process has no write access to it; grant write access",
-                ));
-            }
-            Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                if !fs::metadata(folder).is_ok_and(|folder| folder.is_dir()) {
-                    return Err(refuse(
-                        Misconfigured,
-                        &format!("{folder:?} is no folder; name a file in a folder"),
-                    ));
-                }
-            }
-            Err(error) => return Err(path_error(path, error)),
-        }
-        // An existing database also needs a writable folder, because SQLite creates and deletes the
-        // log and the index in it.
-        if !is_writable(folder) {
-            return Err(refuse(
-                Denied,
-                &format!(
-                    "this process has no write access to the folder {folder:?}; grant write access"
-                ),
-            ));
-        }
+        check_text(path)?;
+        let resolved = resolve_links(path)?;
+        check_file(path, &resolved)?;
         let with_suffix = |suffix: &str| {
             let mut name = OsString::from(&resolved);
             name.push(suffix);
@@ -196,6 +108,95 @@ impl DatabasePaths {
                 && fs::metadata(&descriptor).is_ok_and(|open| FileId::of(&open) == ids.shm)
         })
     }
+}
+
+fn refused(path: &Path, kind: BackendErrorKind, message: &str) -> BackendError {
+    at_path(kind, path, message).as_refused()
+}
+
+/// Checks the path without reading the file system.
+fn check_text(path: &Path) -> Result<(), BackendError> {
+    let refuse = |message| Err(refused(path, Misconfigured, message));
+    match path.to_str() {
+        None => refuse("the path is not UTF-8; use another path"),
+        Some(text) if text.is_empty() || text.starts_with(":memory:") => refuse(
+            "a database in memory is not shared with other processes; name a file, or use the in-process store",
+        ),
+        Some(text) if text.contains('\0') => refuse("the path must not contain NUL"),
+        Some(_) => Ok(()),
+    }
+}
+
+/// Returns the path without symbolic links, because SQLite names log and index after the real
+/// file. The file need not exist, its folder must.
+fn resolve_links(path: &Path) -> Result<PathBuf, BackendError> {
+    match fs::canonicalize(path) {
+        Ok(resolved) => return Ok(resolved),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(path_error(path, error)),
+    }
+    let refuse = |message: &str| refused(path, Misconfigured, message);
+    let is_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
+    let name = path.file_name().filter(|_| !is_folder);
+    let name = name.ok_or_else(|| refuse("name a file, not a folder"))?;
+    // This checks only for a link: another process may have created the file since.
+    if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
+        return Err(refuse(
+            "it is a symbolic link to a missing file; create the file or remove the link",
+        ));
+    }
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let folder = fs::canonicalize(folder).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => {
+            refuse(&format!("the folder {folder:?} does not exist; create it first"))
+        }
+        _ => path_error(path, error),
+    })?;
+    Ok(folder.join(name))
+}
+
+/// Checks kind and access of the file, or of its folder if the file does not exist. `path` is the
+/// configured path of `resolved`.
+fn check_file(path: &Path, resolved: &Path) -> Result<(), BackendError> {
+    let refuse = |message: &str| Err(refused(path, Misconfigured, message));
+    let folder = resolved.parent().unwrap_or_else(|| Path::new("/"));
+    match fs::metadata(resolved) {
+        Ok(metadata) if metadata.is_dir() => return refuse("this is a folder; name a file in it"),
+        Ok(metadata) if !metadata.is_file() => {
+            return refuse("this is no regular file; name a regular file");
+        }
+        Ok(metadata) if has_hard_links(&metadata) => {
+            return Err(file_mismatch_error(resolved, FileMismatch::HardLink).as_refused());
+        }
+        Ok(_) if is_mounted(resolved) => {
+            return refuse(
+                "it is mounted by itself, so the files next to it (-wal, -shm) are not those of other \
+                 containers; mount its folder instead",
+            );
+        }
+        Ok(_) if !is_writable(resolved) => {
+            let message = "this process has no write access to it; grant write access";
+            return Err(refused(path, Denied, message));
+        }
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            if !fs::metadata(folder).is_ok_and(|folder| folder.is_dir()) {
+                return refuse(&format!("{folder:?} is no folder; name a file in a folder"));
+            }
+        }
+        Err(error) => return Err(path_error(path, error)),
+    }
+    // An existing database also needs a writable folder, because SQLite creates and deletes the
+    // log and the index in it.
+    if !is_writable(folder) {
+        let message =
+            format!("this process has no write access to the folder {folder:?}; grant write access");
+        return Err(refused(path, Denied, &message));
+    }
+    Ok(())
 }
 
 /// The identities of the three files of an open database.
