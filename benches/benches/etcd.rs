@@ -1,6 +1,6 @@
 //! Measures the overhead of the engine and the etcd store over the two transactions that a lock
-//! needs. Also measures the lock that the servers offer themselves, and the hand-over to the next
-//! waiter in the queue.
+//! needs. Also measures etcd's own lock service (`v3lock`), and the hand-over to the next waiter in
+//! the queue.
 //!
 //! Client and server may run on all processors: the server does several things at once for each
 //! request.
@@ -21,8 +21,8 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
-/// Long enough for a waiter to enqueue and to listen. The server is then equally idle before the
-/// measured write and before the measured release.
+/// Long enough for a waiter to enqueue and to start its watch. The server is then equally idle
+/// before the measured write and before the measured release.
 const PAUSE: Duration = Duration::from_millis(10);
 
 fn main() {
@@ -40,8 +40,8 @@ fn main() {
         let registry = open(&server).await;
         pairs(&registry, &reference).await;
 
-        // From the call that releases the lock to the next waiter's guard, in units of a write on
-        // the same channel.
+        // The measured time begins with the release call and ends with the next waiter's guard. Its
+        // reference is a write on the same channel.
         let other = open(&server).await;
         let (mut hand_overs, mut writes) = (Vec::new(), Vec::new());
         for round in 0..400 {
@@ -50,9 +50,9 @@ fn main() {
             hand_overs.push(hand_over_time(locks, &LockOptions::new(), PAUSE).await);
             tokio::time::sleep(PAUSE).await;
             let started = Instant::now();
-            let created = reference.enqueue().await;
+            let create_revision = reference.enqueue().await;
             writes.push(started.elapsed());
-            reference.dequeue(created).await;
+            reference.dequeue(create_revision).await;
         }
         let row = row("hand-over", "etcd: from a release to the grant of another client");
         let hand_over = row.measured(median_of(hand_overs), "ns");
@@ -79,8 +79,8 @@ async fn pairs(registry: &Registry, reference: &EtcdReference) {
             let reference = reference.clone();
             async move {
                 for _ in 0..pairs {
-                    let created = reference.enqueue().await;
-                    reference.dequeue(created).await;
+                    let create_revision = reference.enqueue().await;
+                    reference.dequeue(create_revision).await;
                 }
             }
         }
@@ -108,7 +108,7 @@ async fn pairs(registry: &Registry, reference: &EtcdReference) {
     compare_in_task(bare, AGAINST, lock_with_service, two_transactions).await;
 }
 
-/// Locks with one long lease, created once.
+/// Acquires and releases locks without the engine. All its keys have one long lease.
 #[derive(Clone)]
 struct EtcdReference {
     channel: Channel,
@@ -120,7 +120,8 @@ impl EtcdReference {
         format!("bare/{:x}", self.lease).into_bytes()
     }
 
-    /// Runs the transaction with which the recipe acquires a lock. Returns its revision.
+    /// Runs the transaction with which the lock recipe of etcd joins a queue. Returns the creation
+    /// revision of its key.
     async fn enqueue(&self) -> i64 {
         let enqueue = enqueue(&self.key(), self.lease);
         let response: TxnResponse = call(&self.channel, "/etcdserverpb.KV/Txn", enqueue).await;
@@ -128,13 +129,13 @@ impl EtcdReference {
         response.header.unwrap().revision
     }
 
-    async fn dequeue(&self, created: i64) {
-        let dequeue = dequeue(&self.key(), created);
+    async fn dequeue(&self, create_revision: i64) {
+        let dequeue = dequeue(&self.key(), create_revision);
         let response: TxnResponse = call(&self.channel, "/etcdserverpb.KV/Txn", dequeue).await;
         assert!(response.succeeded);
     }
 
-    /// Locks and unlocks with the servers' own lock service.
+    /// Locks and unlocks with etcd's own lock service.
     async fn lock_with_service(&self) {
         let lock = LockRequest { name: b"served".to_vec(), lease: self.lease };
         let response: LockResponse = call(&self.channel, "/v3lockpb.Lock/Lock", lock).await;
@@ -146,7 +147,7 @@ impl EtcdReference {
 async fn open(server: &EtcdServer) -> Registry {
     let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
     let backend = EtcdBackend::open(config).await.unwrap();
-    // The waiter's own polling must not be measured.
+    // The interval is so long that a hand-over is always caused by the watch, and never by a poll.
     Registry::builder(Arc::new(backend)).poll(Duration::from_secs(60)).build().unwrap()
 }
 
@@ -162,10 +163,15 @@ async fn call<Q: Message + 'static, A: Message + Default + 'static>(
     grpc.unary(Request::new(request), path, codec).await.unwrap().into_inner()
 }
 
-/// The transaction with which the recipe joins a queue, in the bytes that every client sends.
+/// Returns the transaction with which etcd's lock recipe joins a queue.
 fn enqueue(key: &[u8], lease: i64) -> TxnRequest {
-    let queue =
-        RangeRequest { key: b"bare/".to_vec(), end: b"bare0".to_vec(), limit: 1, order: 1, by: 2 };
+    let queue = RangeRequest {
+        key: b"bare/".to_vec(),
+        range_end: b"bare0".to_vec(),
+        limit: 1,
+        sort_order: 1,
+        sort_target: 2,
+    };
     let put = PutRequest { key: key.to_vec(), lease };
     let own = RangeRequest { key: key.to_vec(), ..RangeRequest::default() };
     TxnRequest {
@@ -175,21 +181,23 @@ fn enqueue(key: &[u8], lease: i64) -> TxnRequest {
     }
 }
 
-fn dequeue(key: &[u8], created: i64) -> TxnRequest {
+fn dequeue(key: &[u8], create_revision: i64) -> TxnRequest {
     let delete = DeleteRangeRequest { key: key.to_vec() };
     let success = vec![RequestOp { delete: Some(delete), ..RequestOp::default() }];
-    TxnRequest { compare: vec![compare(key, created)], success, failure: Vec::new() }
+    TxnRequest { compare: vec![compare(key, create_revision)], success, failure: Vec::new() }
 }
 
-/// Compares the creation revision of `key`.
-fn compare(key: &[u8], created: i64) -> Compare {
-    Compare { target: 1, key: key.to_vec(), created: Some(created) }
+/// Returns the condition that `key` has this creation revision. Zero means that the key does not
+/// exist.
+fn compare(key: &[u8], create_revision: i64) -> Compare {
+    Compare { target: 1, key: key.to_vec(), create_revision: Some(create_revision) }
 }
 
 fn range(range: RangeRequest) -> RequestOp {
     RequestOp { range: Some(range), ..RequestOp::default() }
 }
 
+/// Defines parts of etcd's protobuf messages: only the fields that this benchmark uses.
 macro_rules! messages {
     ($($(#[$doc:meta])* $name:ident { $(#[prost($($tag:tt)*)] $field:ident: $kind:ty,)* })*) => {
         $($(#[$doc])* #[derive(Clone, PartialEq, Message)] struct $name {
@@ -205,10 +213,10 @@ messages! {
     LeaseGrantResponse { #[prost(int64, tag = "2")] id: i64, }
     RangeRequest {
         #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
-        #[prost(bytes = "vec", tag = "2")] end: Vec<u8>,
+        #[prost(bytes = "vec", tag = "2")] range_end: Vec<u8>,
         #[prost(int64, tag = "3")] limit: i64,
-        #[prost(int32, tag = "5")] order: i32,
-        #[prost(int32, tag = "6")] by: i32,
+        #[prost(int32, tag = "5")] sort_order: i32,
+        #[prost(int32, tag = "6")] sort_target: i32,
     }
     PutRequest {
         #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
@@ -223,7 +231,7 @@ messages! {
     Compare {
         #[prost(int32, tag = "2")] target: i32,
         #[prost(bytes = "vec", tag = "3")] key: Vec<u8>,
-        #[prost(int64, optional, tag = "5")] created: Option<i64>,
+        #[prost(int64, optional, tag = "5")] create_revision: Option<i64>,
     }
     TxnRequest {
         #[prost(message, repeated, tag = "1")] compare: Vec<Compare>,

@@ -1,5 +1,5 @@
 //! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs,
-//! and the cost of a tick that is done and of a step-down.
+//! and the cost of a `once` job whose tick is already done and of a leader's step-down.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 
 const ROUNDS: usize = 100;
-/// Long enough for a waiter, and for a candidate that has stepped down, to enqueue.
+/// Long enough for a waiter to enqueue. A candidate that has stepped down enqueues too.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The functions that the store puts before each script.
+/// The Lua functions that the store puts before each script.
 const FUNCTIONS: [&str; 3] = [
     include_str!("../../crates/registry-redis/src/script/layout/native.lua"),
     include_str!("../../crates/registry-redis/src/script/tokens.lua"),
@@ -79,7 +79,7 @@ fn main() {
         let at_once = row("pairs", "Redis: 64 uncontended pairs at once");
         compare(at_once, against, reference, lock_and_unlock).await;
 
-        // One read of the store, in units of the simplest command.
+        // This job sends one read to the store. Its reference is the simplest command.
         let job = registry.once("report").tick(1);
         _ = job.run(async |_| ()).await.unwrap();
         let reference = || async {
@@ -104,8 +104,8 @@ fn main() {
     write_results("redis");
 }
 
-/// From the call of a step-down to the first step of the next leader, in units of the hand-over of
-/// a fair lock.
+/// Measures the time from the call of `step_down` until the next leader starts its work. The
+/// reference is the hand-over of a fair lock.
 async fn step_downs(registries: [&Registry; 2]) {
     let mut hand_overs = Vec::new();
     for round in 0..ROUNDS {
@@ -113,26 +113,26 @@ async fn step_downs(registries: [&Registry; 2]) {
         hand_overs.push(hand_over_time(locks, &LockOptions::new().fair(true), PAUSE).await);
     }
 
-    let (led, mut leads) = tokio::sync::mpsc::unbounded_channel();
+    let (term_started, mut term_starts) = tokio::sync::mpsc::unbounded_channel();
     let elections = registries.map(|registry| registry.election("role"));
     for (number, election) in elections.clone().into_iter().enumerate() {
-        let led = led.clone();
+        let term_started = term_started.clone();
         tokio::spawn(async move {
             let work = async |term: Term| {
                 // After the last round, no receiver is left.
-                _ = led.send((number, Instant::now()));
+                _ = term_started.send((number, Instant::now()));
                 term.stopping().await;
             };
             election.run(work).await.unwrap();
         });
     }
     let mut step_downs = Vec::new();
-    let (mut leader, _) = leads.recv().await.unwrap();
+    let (mut leader, _) = term_starts.recv().await.unwrap();
     for _ in 0..ROUNDS {
         tokio::time::sleep(PAUSE).await;
         let started = Instant::now();
         assert!(elections[leader].step_down());
-        let (next, begun) = leads.recv().await.unwrap();
+        let (next, begun) = term_starts.recv().await.unwrap();
         step_downs.push(begun - started);
         leader = next;
     }

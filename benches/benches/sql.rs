@@ -83,7 +83,7 @@ async fn mariadb() {
     _ = engine.registry.close(Duration::from_secs(1)).await;
 }
 
-/// Runs all futures, and polls a future only when it is woken, as tasks are.
+/// Runs all futures concurrently. A future is polled only when it is woken, like a task.
 async fn run_concurrently(pairs: impl Iterator<Item = impl Future<Output = ()>>) {
     pairs.collect::<FuturesUnordered<_>>().count().await;
 }
@@ -91,7 +91,7 @@ async fn run_concurrently(pairs: impl Iterator<Item = impl Future<Output = ()>>)
 const AGAINST: &str = "two bare prepared statements with the same durability";
 const AT_ONCE: &str = "those statements on 16 connections";
 
-/// The engine over a store.
+/// A registry over one of the stores, and its locks.
 struct EngineLocks {
     registry: Registry,
     locks: Vec<DistributedLock>,
@@ -123,6 +123,7 @@ enum FlushMode {
     Grants,
 }
 
+/// The number of tokens that each grant of the references reserves.
 const BLOCK: i64 = 33;
 const LEASE_MICROS: i64 = 30_000_000;
 const CLAIM: [u8; 16] = [7; 16];
@@ -178,7 +179,7 @@ impl PostgresPair {
     }
 }
 
-/// The same pair in MariaDB, over one connection.
+/// Acquires and releases a lease row as [`PostgresPair`] does, in MariaDB and over one connection.
 struct MariaDbPair {
     connection: Mutex<MySqlConnection>,
     id: [u8; 32],

@@ -1,10 +1,10 @@
-//! Measures locks that end with a connection next to the server's own: an advisory or named lock,
-//! or a row lock.
+//! Measures the modes of the SQL stores whose locks end with a connection: `session` and `row`. The
+//! references are the server's own locks: an advisory or named lock, or a row lock.
 //!
 //! The references have no token, no lease and no loss notification, and they notify no waiter. A
 //! grant of the row store writes a token. A grant of the session store reads the row to decide
-//! whether it must write one. The last reference of a session consists of that read alone, so its
-//! ratio is the cost of the client.
+//! whether it must write one. The last reference of each `session` mode acquires the server's lock
+//! and makes only that read. Its ratio is therefore the cost of the client.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -85,7 +85,7 @@ async fn postgres() {
     _ = row.registry.close(Duration::from_secs(1)).await;
 }
 
-/// Locks that end with a connection have two modes: `session` and `row`.
+/// Returns the row of the results table for a mode of a store.
 fn mode_row(mode: &str) -> Row {
     row("modes", format!("{mode}: uncontended lock and unlock"))
 }
@@ -95,8 +95,8 @@ async fn prepare(reference_connection: &Mutex<PgConnection>) {
     reference_connection.lock().await.execute(table).await.unwrap();
     reference_connection.lock().await.execute("SET synchronous_commit = off").await.unwrap();
     let statements = "\
-        PREPARE take (bigint) AS SELECT pg_backend_pid(), pg_try_advisory_lock($1); \
-        PREPARE look (bytea, bytea) AS SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint \
+        PREPARE try_lock (bigint) AS SELECT pg_backend_pid(), pg_try_advisory_lock($1); \
+        PREPARE read_row (bytea, bytea) AS SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint \
             FROM lock_registry_locks WHERE id = $1 AND claim = $2";
     reference_connection.lock().await.execute(sqlx::raw_sql(statements)).await.unwrap();
 }
@@ -123,10 +123,10 @@ async fn write_token(reference_connection: &Mutex<PgConnection>) {
 
 /// The minimum that verifies that the row is unchanged: one message to acquire and read, one
 /// statement to release. The read is a second statement, because its snapshot must include the
-/// writes made before the lock was acquired. The previous pair's row is used.
+/// writes made before the lock was acquired. The row is the one that `write_token` wrote.
 async fn verify_row(reference_connection: &Mutex<PgConnection>) {
     let bytes = "07".repeat(32);
-    let acquire = format!("EXECUTE take (7); EXECUTE look ('\\x{bytes}', '\\x{bytes}')");
+    let acquire = format!("EXECUTE try_lock (7); EXECUTE read_row ('\\x{bytes}', '\\x{bytes}')");
     let mut connection = reference_connection.lock().await;
     let rows = connection.fetch_all(sqlx::raw_sql(AssertSqlSafe(acquire))).await.unwrap();
     assert!(rows[0].get::<bool, _>(1) && rows[1].get::<i64, _>(0) > 0);
@@ -208,7 +208,7 @@ async fn call_lock_function(connection: &mut MySqlConnection, text: &'static str
     query.fetch_one(connection).await.unwrap()
 }
 
-/// The engine over a store.
+/// A registry over one of the stores, and its lock.
 struct EngineLock {
     registry: Registry,
     lock: DistributedLock,

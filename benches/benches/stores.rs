@@ -1,5 +1,5 @@
-//! Measures what a lock costs on every store: latency and throughput next to a bare round trip, and
-//! shared locks, permits and locks of several keys next to exclusive locks.
+//! Measures what a lock costs on every store. Latency and throughput are next to a bare round trip.
+//! Shared locks, permits and locks of several keys are next to exclusive locks.
 //!
 //! Names of stores on the command line select them. Client and server may run on all processors, as
 //! in a service.
@@ -90,7 +90,7 @@ fn main() {
     write_results("stores");
 }
 
-/// Returns whether the command line names this store, or none.
+/// Returns whether the command line names this store or no store at all.
 fn is_selected(store: &str) -> bool {
     let mut names = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
     let first = names.next();
@@ -114,7 +114,7 @@ async fn bench<R>(
     tokio::spawn(measured).await.unwrap();
 }
 
-/// The round trip of an SQL store.
+/// Returns the bare round trip of an SQL store.
 fn select_one<C: Connection + 'static>(connection: C) -> impl Fn() -> BoxFuture<'static, ()>
 where
     for<'c> &'c mut C: Executor<'c, Database = C::Database>,
@@ -145,7 +145,7 @@ async fn redis() {
     bench("Redis", RedisBackend::open(config).await.unwrap(), ping).await;
 }
 
-/// The first field of etcd's `RangeRequest`, and nothing of its response.
+/// etcd's `RangeRequest`, with only the field that this benchmark uses.
 #[derive(Clone, PartialEq, Message)]
 struct Read {
     #[prost(bytes = "vec", tag = "1")]

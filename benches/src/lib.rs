@@ -1,4 +1,5 @@
-//! Measures next to a reference, prints each result as a ratio to it, and records it.
+//! Measures an operation next to a reference. Each result is printed as a ratio to the reference
+//! and recorded.
 //!
 //! Absolute times depend more on the machine than on the program. A reference does the minimum that
 //! the job needs, in the same run.
@@ -20,8 +21,8 @@ pub use modes::compare_modes;
 pub use pairs::measure_pairs;
 pub use results::{Figure, Row, is_full_run, record_server, row, write_results, write_results_of};
 
-/// Runs `benches` with the command line's options, and records what was measured in each of
-/// `groups`, which are given with the names of their references.
+/// Runs `benches` with the command line's options, and records the results of each of `groups`. A
+/// group is a pair: its name and the name of its reference.
 pub fn run(groups: &[(&str, &str)], benches: impl FnOnce(&mut Criterion)) {
     let mut criterion = Criterion::default()
         .warm_up_time(Duration::from_secs(1))
@@ -52,8 +53,8 @@ fn record_group(group: &str, reference: &str) {
     }
 }
 
-/// Returns the time from the release of a lock to its grant to another client. `pause` is long
-/// enough for that client to wait for the lock.
+/// Returns the time from the release of a lock to its grant to another client. During `pause`, the
+/// other client starts to wait for the lock.
 pub async fn hand_over_time(
     [releasing, acquiring]: [DistributedLock; 2],
     options: &LockOptions,
@@ -81,8 +82,8 @@ pub fn median_of(mut times: Vec<Duration>) -> f64 {
 
 /// Pins this thread, and all threads that it starts, to one processor.
 ///
-/// For work that passes between threads: on several processors, most of its time is the wake-up of
-/// a sleeping thread. That time varies by a factor of four with the kernel's placement.
+/// This is for work that passes between threads. On several processors, most of its time is the
+/// wake-up of a sleeping thread, which varies by a factor of four with the kernel's placement.
 pub fn pin_to_one_processor() {
     let this = Pid::from_raw(0);
     let first = sched_getaffinity(this).ok().and_then(|allowed| {
@@ -97,12 +98,12 @@ pub fn pin_to_one_processor() {
     eprintln!("pinning to one processor failed; the results will vary between runs");
 }
 
-/// How often a pair is measured.
+/// The number of times that a pair is measured.
 struct Rounds {
     min: usize,
     max: usize,
-    /// A pair that waits for a disk takes a thousand times as long. Above the minimum, it needs
-    /// only as many rounds as fit into this limit.
+    /// After the minimum number of rounds, the measurement stops at this limit. A pair that waits
+    /// for a disk takes a thousand times as long as others.
     time_limit: Duration,
 }
 
@@ -161,11 +162,11 @@ pub async fn compare<R, O>(
     figure.against(reference_name, quantile(&reference, 0.5)).record();
 }
 
-/// Like [`compare`], in a task, as servers do their work. A future outside of a task is woken in
-/// another thread each time.
+/// Like [`compare`], but in a task, as in a service: the wake-up of a future outside of a task
+/// always crosses threads.
 ///
-/// Each round runs twenty pairs in a row, so that the background work of one side falls into its
-/// own round and not into the other's. The figures are those of one pair.
+/// Each round runs twenty pairs in a row. The background work of one side then falls into its own
+/// time and not into that of the other side. The figures are those of one pair.
 pub async fn compare_in_task<R, O>(
     row: Row,
     reference_name: &'static str,

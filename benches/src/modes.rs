@@ -13,17 +13,18 @@ use crate::{compare, row};
 /// The number of readers of one key.
 const READERS: usize = 64;
 const READERS_ROW: &str = "64 readers of one process, against 64 shared claims of one key";
-/// The keys of one lock.
+/// The keys that one lock of several keys has.
 const KEYS: [&str; 5] = ["accounts/1", "accounts/2", "accounts/3", "accounts/4", "accounts/5"];
 
 const LEASE: Duration = Duration::from_secs(30);
+/// The number of tokens that a grant of the engine reserves by default.
 const TOKENS: u32 = 65;
 
 /// Compares the modes of a store with its exclusive lock, and records the ratios. Leaves out the
 /// modes that the store does not have.
 ///
-/// Must be called in a task of a multi-thread runtime: a future outside of a task is woken in
-/// another thread each time.
+/// Must be called in a task of a multi-thread runtime: the wake-up of a future outside of a task
+/// always crosses threads.
 pub async fn compare_modes(store: &str, registry: &Registry, backend: &dyn LockBackend) {
     let exclusive = registry.obtain("exclusive");
     let exclusive_pair = || async { unlock(exclusive.lock().await.unwrap()).await };
@@ -61,7 +62,7 @@ async fn unlock(guard: LockGuard) {
     guard.unlock().await.unwrap();
 }
 
-/// The claims of readers in as many processes.
+/// Returns one shared claim for each reader, as if each reader were a process of its own.
 fn shared_claims(key: &str) -> Vec<Claim> {
     let key = Key::new(key).unwrap();
     let claim = |_| {

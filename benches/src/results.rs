@@ -9,14 +9,14 @@ use std::{env, fs};
 
 use serde_json::{Value, json};
 
-/// Names the folder of the results files.
+/// The environment variable that names the folder of the results files.
 const FOLDER: &str = "BENCH_RESULTS";
 
 /// The figures of this program, and the versions of the servers that it started.
 static RESULTS: Mutex<(Vec<Value>, BTreeMap<String, String>)> =
     Mutex::new((Vec::new(), BTreeMap::new()));
 
-/// Where a figure stands in the tables of the book.
+/// The place of a figure in the tables of the book.
 #[derive(Debug, Clone)]
 pub struct Row {
     group: &'static str,
@@ -95,7 +95,7 @@ impl Figure {
     }
 }
 
-/// Records the version of a server, which is the first one in `answer`.
+/// Records the version of a server: the first version number in `answer`.
 pub fn record_server(name: &str, answer: &str) {
     let versions = answer.split(|c: char| !c.is_ascii_digit() && c != '.');
     let version = versions.map(|version| version.trim_matches('.')).find(|it| it.contains('.'));
@@ -150,7 +150,7 @@ fn output_of(program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-/// Rounds to four digits.
+/// Rounds to four significant digits.
 fn rounded(value: f64) -> f64 {
     format!("{value:.3e}").parse().unwrap_or(value)
 }

@@ -1,4 +1,5 @@
-//! Processes that compete for one key. Each holder works for 2 ms.
+//! Measures processes that compete for one key, with the engine and with a bare loop. Each holder
+//! works for 2 ms.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use registry_core::{DistributedLock, Registry};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
-use crate::measurement::{LIMIT, child as start_child, median, quantile};
+use crate::measurement::{LIMIT, median, quantile, start_child};
 use crate::server::{LockServer, open};
 use crate::{now, postgres_reference, read_stdin_line, redis_reference};
 
@@ -128,7 +129,7 @@ async fn run_round(
     for child in &mut children {
         child.expect_line(|line| line == "ready", LIMIT).await.unwrap();
     }
-    server.count_requests().await;
+    server.reset_request_count().await;
     // All processes stop at the same time, so a late start does not shift the end.
     let end = now() + time.as_nanos() as u64;
     for child in &mut children {
@@ -152,13 +153,13 @@ async fn run_round(
     tenures.sort_by_key(|tenure| tenure.granted);
     let longest_wait =
         quantile(tenures.iter().map(|tenure| (tenure.granted - tenure.requested) as f64), 1.0);
-    // After `end` fewer and fewer processes compete.
+    // After `end`, fewer and fewer processes compete, so these tenures do not count.
     tenures.retain(|tenure| tenure.granted < end);
     RoundResult { tenures, time, requests, longest_wait }
 }
 
 impl RoundResult {
-    /// The number of grants before the previous holder has released.
+    /// The number of grants that came before the release of the previous holder.
     fn overlaps(&self) -> usize {
         self.pairs().filter(|[before, after]| after.granted < before.released).count()
     }
@@ -205,10 +206,10 @@ fn record(
             round.process_changes() as f64 / round.time.as_secs_f64()
         }),
     ];
-    let is_hand_over = scenario.tasks == 1;
-    let is_greedy = is_hand_over && scenario.reacquire_delay == ReacquireDelay::None;
-    let fields = hand_over.iter().filter(|_| is_hand_over).chain(&requests);
-    for (name, unit, field) in fields.chain(fairness.iter().filter(|_| is_greedy)) {
+    let measures_hand_over = scenario.tasks == 1;
+    let measures_fairness = measures_hand_over && scenario.reacquire_delay == ReacquireDelay::None;
+    let fields = hand_over.iter().filter(|_| measures_hand_over).chain(&requests);
+    for (name, unit, field) in fields.chain(fairness.iter().filter(|_| measures_fairness)) {
         let (table, reference_name) = server.table();
         let row = row(table, format!("{}, {name}", scenario.title));
         let figure = row.measured(median_of(engine, field), unit);

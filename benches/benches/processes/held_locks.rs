@@ -1,4 +1,5 @@
-//! Measures many locks that one process holds and renews.
+//! Measures many locks that one process holds and renews: in Redis next to bare scripts, in
+//! PostgreSQL by the number of statements.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use registry_core::Registry;
 use registry_testkit::redis::RedisServer;
 
 use crate::measurement::{
-    LIMIT, child as start_child, cpu_time, info_number, median, pings, quantile, resident_bytes,
+    LIMIT, cpu_time, info_number, median, pings, quantile, resident_bytes, start_child,
 };
 use crate::server::{LockServer, open};
 use crate::{read_stdin_line, redis_reference};
@@ -76,8 +77,8 @@ async fn run_round(server: &RedisServer, name: &str, count: usize, time: Duratio
         drop(line);
         Some(child)
     };
-    // The idle phase comes first: a client that pings without a pause causes most of the server's
-    // work.
+    // The processor times are measured before the latencies: a client that pings without a pause
+    // causes most of the server's work.
     tokio::time::sleep(time / 6).await;
     let server_pid = info_number(server, "server", "process_id").await;
     let cpu_times = || {
@@ -112,9 +113,9 @@ pub async fn bench_postgres() {
     let url = server.url();
     let mut child = start_child(&["held", "engine", &url, &count.to_string()]);
     child.expect_line(|line| line.starts_with("held"), LIMIT).await.unwrap();
-    // Skips the first period: its renewals are spread out, as the grants were.
+    // Skips the first period, in which the renewals are as spread out as the grants were.
     tokio::time::sleep(LEASE / 3 * 2).await;
-    server.count_requests().await;
+    server.reset_request_count().await;
     tokio::time::sleep(LEASE / 3 * periods).await;
     let statements = server.requests("engine").await;
     child.write_line("end").unwrap();
@@ -155,7 +156,8 @@ pub async fn child(arguments: &[&str]) {
     read_stdin_line().await;
 }
 
-/// Waits for a lock once, so that everything that the first wait creates exists.
+/// Waits for a lock once, so that the memory of a held lock does not include what the first wait
+/// creates.
 async fn wait_once(registry: &Registry, other: Registry) {
     let held = other.obtain("warm").lock().await.unwrap();
     let waiting = registry.obtain("warm");

@@ -1,4 +1,4 @@
-//! Reads the costs that the operating system and the server report.
+//! Reads the costs that the operating system and the server report, and starts child processes.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use registry_testkit::redis::RedisServer;
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// Starts this program again as a child process with these arguments.
-pub fn child(arguments: &[&str]) -> HelperProcess {
+pub fn start_child(arguments: &[&str]) -> HelperProcess {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.arg("child").args(arguments);
     HelperProcess::spawn(command).unwrap()

@@ -1,5 +1,6 @@
 //! The minimum that locks between processes need in PostgreSQL: one expiring row per lock, and a
-//! notification to waiters. It takes two round trips and has no token and no label.
+//! notification to waiters. An acquisition and a release take one round trip each. There is no
+//! token and no label.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The minimum that locks between processes need: one expiring key per lock, and a message to
-//! waiters.
+//! The minimum that locks between processes need in Redis: one expiring key per lock, and a message
+//! to waiters.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use redis::aio::{MultiplexedConnection, PubSub};
 const RELEASE: &str = "if redis.call('GET', KEYS[1]) == ARGV[1] then \
     redis.call('DEL', KEYS[1]) redis.call('PUBLISH', KEYS[1], '') return 1 end return 0";
 
-/// Returns the lease of each key from now on, or -1 if another client holds the key.
+/// Returns the new lease of each key, or -1 if this client does not hold the key.
 const RENEW: &str = "local left = {} for i, key in ipairs(KEYS) do \
     if redis.call('GET', key) == ARGV[1] then redis.call('PEXPIRE', key, ARGV[2]) left[i] = ARGV[2] else left[i] = -1 end \
     end return left";

@@ -1,4 +1,4 @@
-//! The lock servers, and their request counts.
+//! The stores over which `contention` and `held_locks` run, and their request counts.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ impl LockServer {
         }
     }
 
-    /// What this store calls its requests.
+    /// The name of the figure for requests.
     pub const fn requests_name(&self) -> &'static str {
         match self {
             Self::Redis(_) => "commands per grant",
@@ -70,7 +70,7 @@ impl LockServer {
     }
 
     /// Resets the request count.
-    pub async fn count_requests(&self) {
+    pub async fn reset_request_count(&self) {
         match self {
             Self::Redis(server) => _ = server.send_command("CONFIG RESETSTAT").await.unwrap(),
             Self::Postgres(server) => {
@@ -79,11 +79,12 @@ impl LockServer {
         }
     }
 
-    /// The number of requests from clients since `count_requests`.
+    /// The number of requests from clients since `reset_request_count`.
     pub async fn requests(&self, client: &str) -> u64 {
         match self {
             Self::Redis(server) => {
-                // No script of the same client calls one of these commands.
+                // The statistics include the commands that scripts call. No script of this client
+                // calls one of these.
                 let mut names = vec!["eval", "evalsha", "subscribe", "unsubscribe", "ping"];
                 if client == "reference" {
                     names.push("set");

@@ -1,4 +1,4 @@
-//! Measures the time from a release in one process to the grant in the next.
+//! Measures the time from a release in one process to the grant in another process.
 
 use std::io::BufRead;
 use std::process::Command;
@@ -15,7 +15,7 @@ use crate::{LIMIT, open_registry};
 /// The time that a holder works.
 const WORK: Duration = Duration::from_millis(2);
 
-/// Runs two processes that compete for the lock all the time.
+/// Runs two processes that compete for the lock. Each requests it again after every release.
 pub async fn bench(server: &ZooKeeperServer) {
     let (rounds, tenures) = if is_full_run() { (3, 500) } else { (1, 5) };
     let servers = server.addr().to_string();
@@ -27,7 +27,7 @@ pub async fn bench(server: &ZooKeeperServer) {
         }
         let reference = ZkReference::connect(&servers, "/bare").await;
         for _ in 0..tenures {
-            // As before a measured release, the connection is idle first.
+            // The connection is idle first, as it is before a measured release.
             tokio::time::sleep(WORK).await;
             let started = Instant::now();
             reference.write_and_list().await;
@@ -45,7 +45,7 @@ pub async fn bench(server: &ZooKeeperServer) {
     }
 }
 
-/// The times between a release and the next grant, where the grant was in the other process.
+/// Returns the times from each release to the next grant, if that grant was in the other process.
 async fn measure_hand_overs(servers: &str, client: &str, tenures: usize) -> Vec<u64> {
     let mut children: Vec<_> = (0..2)
         .map(|_| {
@@ -60,20 +60,21 @@ async fn measure_hand_overs(servers: &str, client: &str, tenures: usize) -> Vec<
     for child in &mut children {
         child.write_line("start").unwrap();
     }
-    // The grants of both processes, sorted by time.
-    let mut all: Vec<(u64, u64, usize)> = Vec::new();
+    // The grants of both processes, sorted by time: the times of grant and release, and the
+    // process.
+    let mut grants: Vec<(u64, u64, usize)> = Vec::new();
     for (number, child) in children.iter_mut().enumerate() {
         child.expect_line(|line| line == "done", LIMIT).await.unwrap();
-        all.extend(child.lines().iter().filter_map(|line| {
+        grants.extend(child.lines().iter().filter_map(|line| {
             let (granted, released) = line.split_once(' ')?;
             Some((granted.parse().ok()?, released.parse().ok()?, number))
         }));
     }
-    all.sort_unstable();
-    let overlaps = all.windows(2).filter(|pair| pair[1].0 < pair[0].1).count();
+    grants.sort_unstable();
+    let overlaps = grants.windows(2).filter(|pair| pair[1].0 < pair[0].1).count();
     assert_eq!(overlaps, 0, "two processes held the lock at once");
-    let other = all.windows(2).filter(|pair| pair[0].2 != pair[1].2);
-    other.map(|pair| pair[1].0 - pair[0].1).collect()
+    let changes = grants.windows(2).filter(|pair| pair[0].2 != pair[1].2);
+    changes.map(|pair| pair[1].0 - pair[0].1).collect()
 }
 
 /// Acquires the lock `tenures` times and prints when it was granted and released.

@@ -1,9 +1,9 @@
 //! Measures a lock in ZooKeeper and its hand-over between processes. The references are the three
-//! requests that a lock needs, the client library's own lock, and Apache Curator's.
+//! requests that a lock needs, the lock of the client library, and the lock of Apache Curator.
 //!
-//! The processes are this program itself with another argument, and Curator as
-//! `tests/peers/Curator.java` runs it. They may run on all processors: the server and Curator have
-//! many threads, and their work for one request overlaps.
+//! The processes are this program itself with another argument, and `tests/peers/Curator.java`.
+//! They may run on all processors: the server and Curator have many threads, and their work for one
+//! request overlaps.
 
 mod reference;
 mod hand_over;
@@ -121,7 +121,7 @@ async fn lock_with_client_library(client: Client, pairs: usize) {
     }
 }
 
-/// Starts Curator and warms it up.
+/// Starts `tests/peers/Curator.java`, which first runs `warm_up_pairs` pairs.
 async fn curator(url: &str, warm_up_pairs: usize) -> HelperProcess {
     const CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/peers/Curator.java");

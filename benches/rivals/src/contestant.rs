@@ -1,4 +1,4 @@
-//! The contestants, each used as its own documentation recommends.
+//! The lock libraries that are compared, each used as its own documentation recommends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,7 +32,7 @@ pub enum Contestant {
     Unsynchronized,
 }
 
-/// The state of one task.
+/// The lock of one task.
 pub enum TaskLock {
     Bare(ScriptLock, String, String),
     Engine(EngineLock),
@@ -85,7 +85,7 @@ impl Contestant {
     }
 }
 
-/// Owner ids for contestants that do not generate them.
+/// The next owner id, for contestants that do not generate one.
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 impl TaskLock {
@@ -110,7 +110,7 @@ impl TaskLock {
                 guard.release().await;
             }
             Self::DistributedLock(lock) => {
-                // This library returns `Timeout` even without a limit.
+                // `acquire` of this library returns `Timeout` even without a time limit.
                 let handle = loop {
                     match lock.acquire(None).await {
                         Ok(handle) => break handle,
@@ -129,8 +129,8 @@ impl TaskLock {
     }
 }
 
-/// The minimum that a correct lock must do. A grant expires and has a growing number. Only the
-/// holder can release it, and the release notifies waiters.
+/// The minimum that a correct lock must do. A grant expires and has a growing token. Only the
+/// holder can release the lock, and the release publishes a message for waiters.
 #[derive(Clone)]
 pub struct ScriptLock {
     connection: MultiplexedConnection,

@@ -1,8 +1,8 @@
-//! Runs 64 tasks of one process on Redis, with this library and with others, alternately in the
-//! same run.
+//! Measures 64 tasks of one process that lock on Redis, with this library and with other lock
+//! crates, alternately in the same run.
 //!
-//! `bare` is no library. It does the minimum that a correct lock must do: two scripts over one
-//! shared connection, and each task sends its own requests. All contestants run on the same runtime
+//! `bare` is not a library. It does the minimum that a correct lock must do, with two scripts over
+//! one shared connection. Each task sends its own requests. All contestants run on the same runtime
 //! against the same server, which is flushed between runs. Every critical section asserts mutual
 //! exclusion.
 
@@ -63,11 +63,11 @@ fn main() {
 }
 
 struct RunResult {
-    sections: f64,
+    sections_per_second: f64,
     sections_min: u64,
     sections_max: u64,
-    /// The number of commands that the server received.
-    requests: f64,
+    /// The scripts, subscriptions and pings that clients sent, per critical section.
+    commands_per_section: f64,
     overlaps: u64,
 }
 
@@ -114,7 +114,7 @@ async fn run(
     tokio::time::sleep_until(end.into()).await;
     let section_counts: Vec<u64> =
         counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-    let requests = requests(server).await;
+    let commands = client_commands(server).await;
     // A task that is still queued may wait longer than the whole measurement.
     let _drained =
         tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} })
@@ -123,10 +123,10 @@ async fn run(
     contestant.close().await;
     let sections = section_counts.iter().sum::<u64>() as f64;
     RunResult {
-        sections: sections / time.as_secs_f64(),
+        sections_per_second: sections / time.as_secs_f64(),
         sections_min: section_counts.iter().copied().min().unwrap_or_default(),
         sections_max: section_counts.iter().copied().max().unwrap_or_default(),
-        requests: requests / sections,
+        commands_per_section: commands / sections,
         overlaps: overlaps.load(Ordering::Relaxed),
     }
 }
@@ -134,8 +134,8 @@ async fn run(
 /// The time limit for tasks that are still queued at the end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The number of commands from clients and from their scripts.
-async fn requests(server: &RedisServer) -> f64 {
+/// The number of scripts, subscriptions and pings that clients have sent.
+async fn client_commands(server: &RedisServer) -> f64 {
     let info = server
         .send_command_args(&["INFO", "commandstats"])
         .await
@@ -147,28 +147,29 @@ async fn requests(server: &RedisServer) -> f64 {
         let sent = ["eval", "evalsha", "subscribe", "ping"].contains(&name);
         sent.then(|| rest.split(',').next()?.parse().ok())?
     };
-    let scripts: f64 = info.lines().filter_map(calls).sum();
-    scripts
+    let commands: f64 = info.lines().filter_map(calls).sum();
+    commands
 }
 
 fn record(keys: &str, results: &[Vec<RunResult>; KINDS.len()]) {
     let median_of = |outcomes: &[RunResult], field: &dyn Fn(&RunResult) -> f64| {
         median(outcomes.iter().map(field).collect())
     };
-    let share =
+    let max_over_min =
         |outcome: &RunResult| outcome.sections_max as f64 / outcome.sections_min.max(1) as f64;
-    let engine = median_of(&results[0], &|outcome| outcome.sections);
+    let engine = median_of(&results[0], &|outcome| outcome.sections_per_second);
     for ((_, column), outcomes) in KINDS.iter().zip(results) {
         let record = |name: &str, value: f64, unit| {
             row("rivals", format!("{keys}: {name}")).column(*column).measured(value, unit).record();
         };
-        let sections = median_of(outcomes, &|outcome| outcome.sections);
+        let sections = median_of(outcomes, &|outcome| outcome.sections_per_second);
         record("critical sections", sections, "/s");
         record("speed of this library, divided by its speed", engine / sections, "x");
-        record("scripts per section", median_of(outcomes, &|outcome| outcome.requests), "");
+        let commands = median_of(outcomes, &|outcome| outcome.commands_per_section);
+        record("scripts per section", commands, "");
         if keys == ONE_KEY {
             let name = "maximum over minimum of sections per task";
-            record(name, median_of(outcomes, &share), "");
+            record(name, median_of(outcomes, &max_over_min), "");
         }
     }
 }
