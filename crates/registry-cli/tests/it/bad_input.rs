@@ -67,7 +67,8 @@ fn invalid_options_of_run_are_usage_errors() {
         let mut command = store.lockreg(["run"]);
         command.args(*options).args(["key", "--", "true"]);
         let done = refused(&store, &mut command, hint);
-        // The library calls this origin "the code". For a user of the program, it is an option.
+        // The library names the origin of these values "the code". `lockreg` must name the option
+        // instead.
         assert!(!done.stderr.contains("the code"), "{done:?}");
     }
 }
@@ -172,7 +173,7 @@ fn a_key_that_begins_with_a_dash_is_accepted_after_two_dashes() {
         assert_eq!(held.wait(), 76);
     }
     assert_eq!(store.run(["run", "--", "-key-", "sh", "-c", "exit 3"]).status, 3);
-    // A key that begins with `-` without a `--` before it: the message contains the correction.
+    // If `--` is missing before a key that begins with `-`, the message contains the correction.
     for arguments in [&["run", "-k", "--", "true"][..], &["hold", "-k"], &["show", "-k"]] {
         let mut command = store.lockreg([]);
         let done = CommandOutput::of(command.args(arguments));

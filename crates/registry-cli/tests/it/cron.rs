@@ -1,5 +1,5 @@
-//! Requirements of cron jobs and pods: distinct exit statuses, no output, variables, and a store
-//! that starts late.
+//! `lockreg` in cron jobs and pods: distinct exit statuses, `--quiet`, time limits of a hold,
+//! variables of the environment, and a store that starts late. Also `help`, `man` and `doctor`.
 
 use std::net::TcpListener;
 
@@ -50,7 +50,7 @@ fn min_hold_keeps_the_key_locked_after_a_short_command() {
     let store = TestStore::new();
     let mut first = store.start(["run", "--min-hold", "1h", "key", "--", "echo", "done"]);
     assert_eq!(first.next_line(), "done");
-    // The command has ended or is about to end. A later start of the same job on another host must
+    // The command has ended or is about to end. Another host that starts the same job later must
     // find the key locked.
     let other = store.run(["run", "--wait", "300ms", "key", "--", "true"]);
     assert_eq!(other.status, 75, "{other:?}");
@@ -158,8 +158,8 @@ fn a_server_that_starts_during_the_wait_is_used() {
     server.kill();
     let url = server.url();
     let mut waiting = store.start(["--url", &url, "run", "--wait", "80s", "key", "--", "true"]);
-    // A client whose connection is refused reports no progress. It is enough that the server starts
-    // after some attempts.
+    // `lockreg` prints nothing while its connection is refused. The test therefore waits for a
+    // fixed time, in which some attempts fail.
     std::thread::sleep(std::time::Duration::from_millis(500));
     runtime.block_on(server.start_again()).unwrap();
     assert_eq!(waiting.wait(), 0);

@@ -6,6 +6,7 @@ use crate::support::{TestStore, wait_until};
 
 const COMMAND: [&str; 4] = ["--", "sh", "-c", "echo leads; read x; exit 3"];
 
+/// Returns the arguments of `lockreg elect` with these options.
 fn elect<'a>(options: &[&'a str]) -> Vec<&'a str> {
     let mut arguments = vec!["elect"];
     arguments.extend(options);
@@ -29,7 +30,7 @@ fn one_candidate_runs_its_command_at_a_time_and_the_next_follows_its_end() {
     assert!(value.stdout.contains("leader") && value.stdout.ends_with("10.0.0.1:80"), "{value:?}");
     let token = store.holder("role").unwrap();
     let mut second = start(&store, &[]);
-    // The command of the first candidate reads the end of stdin and ends with its own status.
+    // The command of the first candidate reads the end of its stdin, and ends with its own status.
     assert_eq!(first.finish(), 3);
     assert_eq!(second.next_line(), "leads");
     assert!(store.holder("role").unwrap() > token);

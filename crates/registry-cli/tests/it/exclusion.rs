@@ -1,10 +1,11 @@
-//! Of many processes started at once, only one at a time runs its command.
+//! Only one process at a time runs its command, even if many are started at once.
 
 use crate::support::{TestProcess, TestStore, contents, wait_until};
 
 const PROCESSES: usize = 20;
 
-/// Fails if another process is in the critical section. Appends the token to a file.
+/// A script that fails if another process is in its critical section. It appends its token to a
+/// file.
 const CRITICAL: &str = r#"
     set -C
     { : > "$T/inside"; } 2>/dev/null || { echo two at once >> "$T/violations"; exit 99; }
@@ -25,7 +26,7 @@ fn exactly_one_of_many_processes_that_do_not_wait_runs() {
     };
     let mut processes: Vec<TestProcess> = (0..PROCESSES).map(|_| start()).collect();
 
-    // The winner waits for the end of its stdin.
+    // The command of the only holder waits for the end of its stdin.
     wait_until("all but one to be refused", || {
         processes.retain_mut(|process| match process.try_wait() {
             Some(status) => {
@@ -81,7 +82,7 @@ fn several_keys_are_locked_together_and_the_busy_one_is_named() {
 }
 
 #[test]
-fn more_units_than_there_are_name_the_option() {
+fn more_units_than_permits_are_refused_with_the_name_of_the_option() {
     let store = TestStore::new();
     let refused = store.run(["run", "--permits", "3", "--take", "4", "s", "--", "true"]);
     assert_eq!(refused.status, 64, "{}", refused.stderr);

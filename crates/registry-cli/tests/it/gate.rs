@@ -1,5 +1,6 @@
-//! The command starts only after `lockreg` has verified that the lock is held, and never without
-//! it.
+//! The gate is a pipe at which the process of the command waits. `lockreg` writes the start message
+//! to the gate after it has verified that the lock is held. Without this message, the command never
+//! starts.
 
 use std::io::{PipeWriter, Write as _};
 use std::os::fd::AsRawFd as _;
@@ -10,11 +11,13 @@ use nix::sys::signal::Signal;
 
 use crate::support::{TestProcess, TestStore, children, is_alive, wait_until};
 
-/// Starts what `lockreg` with the process id `parent` starts for a command that creates the file
-/// `ran`. Also returns the write end of its gate.
+/// Starts the process that waits at the gate and then executes the command, as `lockreg run` does.
+/// `parent` is the process id that it expects of its parent. The command creates the file `ran`.
+/// Also returns the write end of the gate.
 fn shim(store: &TestStore, parent: u32) -> (Child, PipeWriter) {
     let (gate_reader, gate) = std::io::pipe().unwrap();
-    // Other processes that this process starts in the meantime inherit it too, which has no effect.
+    // Other processes that the tests start in the meantime inherit the read end too, which has no
+    // effect.
     fcntl(&gate_reader, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     let mut command = store.lockreg(["__exec"]);
     command.arg(parent.to_string()).arg(gate_reader.as_raw_fd().to_string());
@@ -45,8 +48,8 @@ fn the_command_never_starts_if_the_gate_is_closed() {
 #[test]
 fn the_command_never_starts_if_lockreg_died_before_the_death_signal_was_requested() {
     let store = TestStore::new();
-    // The child's parent is this test and not process 1. The child of a `lockreg` that died would
-    // have another parent too.
+    // The parent of the child is this test and not process 1. The child of a `lockreg` that died
+    // would also have a parent that it does not expect.
     let (mut child, mut gate) = shim(&store, 1);
     // The child may have ended already.
     let _ = gate.write_all(b"!");
@@ -64,8 +67,8 @@ fn the_command_never_starts_if_the_gate_cannot_be_read() {
     assert!(!store.path("ran").exists());
 }
 
-/// Returns a `lockreg run` that was stopped with the lock, after it had started this number of
-/// processes and before its command started. It has lost the lock since.
+/// Returns a `lockreg run` that SIGSTOP has stopped after it acquired the lock and started
+/// `started` processes, but before its command started. Its lease has ended since.
 fn stopped_after(started: usize) -> (TestStore, TestProcess) {
     let mut caught = None;
     wait_until("lockreg to be caught at the right moment", || {
@@ -74,13 +77,13 @@ fn stopped_after(started: usize) -> (TestStore, TestProcess) {
             store.start(["run", "--lease", "1s", "--grace", "10m", "job", "--", "sh", "-c", RUN]);
         while children(process.pid()).len() < started {
             if process.try_wait().is_some() {
-                // Too late: it has already ended.
+                // Too late: `lockreg` has already ended.
                 return false;
             }
         }
         process.signal(Signal::SIGSTOP);
         assert_eq!(store.run(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
-        // A command that has not started by now waits at the gate.
+        // If the command has not started by now, it waits at the gate.
         if children(process.pid()).len() == started && !store.path("ran").exists() {
             caught = Some((store, process));
         }
@@ -107,7 +110,7 @@ fn a_loss_is_detected_before_the_command_starts() {
     process.signal(Signal::SIGCONT);
     assert_eq!(process.wait(), 76);
     let stderr = process.remaining_stderr();
-    // The command was not started and ended: it never started.
+    // A message about the command would mean that it was started and then ended.
     assert!(stderr.contains("lost") && !stderr.contains("the command"), "{stderr}");
     assert!(!store.path("ran").exists());
 }

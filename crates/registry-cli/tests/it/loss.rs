@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 
 use crate::support::{TestProcess, TestStore, full_pipe, is_alive, wait_until};
 
-/// Prints its own process id and that of a process that it started. Both ignore SIGTERM.
+/// A script that starts a process, and prints the process ids of both. Both ignore SIGTERM.
 const IGNORES_SIGTERM: &str = r#"
     trap '' TERM
     (while :; do sleep 1; done) &
@@ -41,7 +41,7 @@ fn the_command_of_a_killed_holder_is_ended_and_its_key_is_free_after_the_lease()
     assert_eq!(store.run(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
     let freed = killed.elapsed();
 
-    // The lease, one second, and the time to start two programs on a busy machine.
+    // The lease, one second, and at most ten seconds to start two programs on a busy machine.
     assert!(freed < LEASE + Duration::from_secs(11), "{freed:?}");
     wait_until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
 }
@@ -50,12 +50,12 @@ fn the_command_of_a_killed_holder_is_ended_and_its_key_is_free_after_the_lease()
 fn the_command_receives_sigterm_when_lockreg_is_killed() {
     let store = TestStore::new();
     let script =
-        r#"trap 'echo asked > "$T/asked"; exit' TERM; echo up; while :; do sleep 0.1; done"#;
+        r#"trap 'echo sigterm > "$T/sigterm"; exit' TERM; echo up; while :; do sleep 0.1; done"#;
     let mut holder = store.start(["run", "job", "--", "sh", "-c", script]);
     holder.next_line();
     holder.signal(Signal::SIGKILL);
     holder.wait();
-    wait_until("the command to be asked", || store.path("asked").exists());
+    wait_until("SIGTERM to arrive", || store.path("sigterm").exists());
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss_and_the_next_hold
         store.start(["run", "--wait", "80s", "job", "--", "sh", "-c", "echo mine; cat"]);
     assert_eq!(successor.next_line(), "mine");
     let token = store.holder("job").unwrap();
-    // The command was ended with the lease although `lockreg` was stopped.
+    // The watchdog ended the command at the end of the lease, although `lockreg` was stopped.
     wait_until("the command to be gone", || !is_alive(&pid));
 
     holder.signal(Signal::SIGCONT);
@@ -143,7 +143,7 @@ fn a_loss_is_reported_while_the_store_does_not_respond() {
     use lock_registry::sqlite::sqlx::{Connection as _, Executor as _, SqliteConnection};
 
     let store = TestStore::new();
-    // The loss must be reported long before this time-out of the store.
+    // The loss must be reported long before a request to the store times out.
     let start =
         |command: &mut Command| TestProcess::start(command.env("LOCK_REGISTRY_TIMEOUT", "1h"));
     let script = "echo $$; exec sleep 1000";
@@ -227,9 +227,9 @@ fn hold_reports_the_loss_by_its_status_if_stdout_is_closed() {
         .spawn()
         .unwrap();
     let mut held = String::new();
-    // The reader is dropped after the line, which closes the pipe.
+    // The end of this statement drops the reader, which closes the pipe.
     BufReader::new(holder.stdout.take().unwrap()).read_line(&mut held).unwrap();
-    // Kept open, because the end of stdin would end `hold` too.
+    // The test keeps stdin open, because the end of stdin would end `hold` too.
     let _stdin = holder.stdin.take();
     assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
     wait_until("lockreg to end", || holder.try_wait().unwrap().is_some());

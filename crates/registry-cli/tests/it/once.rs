@@ -1,4 +1,5 @@
-//! Commands that run once per tick, and value blocks.
+//! `lockreg run --once-per` and `--tick`: commands that run once per tick. `lockreg value`: value
+//! blocks.
 
 use nix::sys::signal::Signal;
 

@@ -1,4 +1,4 @@
-//! Output as text and as JSON.
+//! What `lockreg` prints as text and as JSON, on stdout and on stderr.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::support::{CommandOutput, TestStore, wait_until};
 
+/// Parses the JSON document that a command printed on stdout.
 fn printed(done: &CommandOutput) -> Value {
     assert_eq!(done.stdout.lines().count(), 1, "one document per line: {done:?}");
     serde_json::from_str(&done.stdout).unwrap()
@@ -53,7 +54,7 @@ fn show_and_list_print_the_holders() {
     let lines: Vec<&str> = table.lines().collect();
     assert_eq!(lines.len(), 3, "{table}");
     assert!(lines[0].contains("HELD BY") && lines[1].contains("worker 7"), "{table}");
-    // A key of another user must not send escape sequences to the terminal.
+    // Escape sequences in the key of another user must not reach the terminal.
     assert!(!table.contains('\x1b'), "{table}");
     assert!(store.run(["show", "a"]).stdout.contains("worker 7"));
     assert_eq!((a.finish(), b.finish()), (0, 0));
@@ -97,7 +98,7 @@ fn doctor_prints_the_capabilities_of_the_store() {
     for fact in ["sqlite", "this host", "fencing tokens", "locks.db"] {
         assert!(text.contains(fact), "{text}");
     }
-    // A store within a process is useless on a command line. `doctor` states its reach.
+    // A store within one process excludes no other command. `doctor` therefore states its reach.
     assert!(store.run(["--url", "memory:", "doctor"]).stdout.contains("this process"));
 }
 
@@ -141,7 +142,7 @@ fn a_write_error_of_stdout_is_reported() {
 }
 
 #[test]
-fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
+fn run_leaves_stdout_to_its_command_and_writes_json_to_stderr_if_requested() {
     let store = TestStore::new();
     let holder = store.start(["hold", "--label", "worker 7", "key"]);
     holder.next_line();
@@ -185,7 +186,7 @@ fn a_waiter_reports_how_long_it_waited() {
     let started = Instant::now();
     // The process is stopped when its wait ends.
     waiter.signal(Signal::SIGSTOP);
-    wait_until("more than that to pass", || started.elapsed() > Duration::from_millis(2_500));
+    wait_until("the wait to be over", || started.elapsed() > Duration::from_millis(2_500));
     waiter.signal(Signal::SIGCONT);
     let notice = event(&waiter.wait_for_stderr("\"not_obtained\""));
     assert!(notice["waited_ms"].as_u64().unwrap() > 2_500, "{notice}");

@@ -1,4 +1,4 @@
-//! `lockreg` over Redis servers, which a URL selects.
+//! `lockreg` over real Redis servers, whose URL is in the environment or an option.
 
 mod serve;
 mod several;

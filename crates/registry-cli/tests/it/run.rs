@@ -1,4 +1,5 @@
-//! The command of `run`: its environment, status and signals.
+//! `lockreg run`: the environment, status and signals of its command. Also the end of `lockreg
+//! hold`.
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::{Command, Stdio};
@@ -241,7 +242,7 @@ fn nested_locks_are_released_together() {
     assert_eq!(outer.next_line(), "inner");
     let pid = outer.next_line();
     assert!(store.holder("outer").is_some() && store.holder("inner").is_some());
-    // The inner command is in a process group that the outer `lockreg` does not know.
+    // The inner command is in a process group of its own, which the outer `lockreg` does not know.
     outer.signal(Signal::SIGTERM);
     assert_eq!(outer.wait(), 143);
     wait_until("the inner command to be gone", || !is_alive(&pid));

@@ -1,4 +1,4 @@
-//! The commands of the book's runbook and of its recipes can be run, on a store of the user.
+//! Runs the commands of the book's runbook and of its recipes on a temporary store.
 
 use crate::support::{CommandOutput, TestStore};
 
@@ -20,12 +20,13 @@ fn every_command_of_the_runbook_and_of_the_recipes_can_be_run() {
         holder.next_line();
         for text in commands {
             let mut command = store.lockreg([]);
-            // The runbook leaves the store to the environment of its reader.
+            // The pages leave the choice of the store to the reader's environment. This test adds
+            // `--local`.
             let local = (!text.starts_with("--local")).then_some("--local");
             let done = CommandOutput::of(command.args(local).args(text.split_whitespace()));
             // Without `--yes`, `break` has the status of an invalid command line on purpose.
-            let is_question = text == "break nightly" && done.stderr.contains("add --yes");
-            assert!(is_question || [0, 1].contains(&done.status), "{page}: {text}: {done:?}");
+            let is_refused_break = text == "break nightly" && done.stderr.contains("add --yes");
+            assert!(is_refused_break || [0, 1].contains(&done.status), "{page}: {text}: {done:?}");
         }
     }
 }

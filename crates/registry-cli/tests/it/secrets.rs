@@ -1,4 +1,4 @@
-//! The password of a URL is never printed, whatever the arguments.
+//! The password of a URL is never printed, even if the URL is invalid or in the wrong place.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -102,8 +102,8 @@ fn a_misplaced_malformed_url_is_not_printed() {
         let url = OsStr::from_bytes(url);
         for arguments in [&["list"][..], &["--ulr"], &["run", "--wait"], &["bench", "--tasks"]] {
             let mut command = store.lockreg([]);
-            // The last two arguments are also parts of the URL, which must not be redacted in place
-            // of all of it.
+            // The last two arguments are also parts of the URL. The whole URL must be redacted, not
+            // only these parts.
             let done =
                 CommandOutput::of(command.args(arguments).arg(url).args(["user:", "redis:"]));
             assert_eq!(done.status, 64, "{arguments:?}: {done:?}");

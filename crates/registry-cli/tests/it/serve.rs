@@ -1,4 +1,4 @@
-//! `lockreg serve`: its interface for programs, its limits, and the requests that it refuses.
+//! `lockreg serve`: its HTTP interface for programs, its limits, and the requests that it refuses.
 
 #[cfg(feature = "server-tests")]
 mod browser;
@@ -78,7 +78,7 @@ impl Serve {
     #[track_caller]
     pub(crate) fn wait_for(&self, path: &str, is_expected: impl Fn(&Value) -> bool) -> Value {
         let mut json = Value::Null;
-        wait_until("expected answer", || {
+        wait_until("the expected answer", || {
             json = self.get(path).json();
             is_expected(&json)
         });
@@ -92,7 +92,7 @@ impl Serve {
         stream
     }
 
-    /// Opens an event stream. The first line of its answer has been read.
+    /// Opens an event stream, and reads the first line of its answer.
     pub(crate) fn events(&self) -> BufReader<TcpStream> {
         let mut stream = self.connect();
         stream.write_all(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
@@ -121,6 +121,7 @@ pub(crate) fn next_event(
     }
 }
 
+/// Percent-encodes every byte of a key.
 fn encoded(key: &str) -> String {
     key.bytes().map(|byte| format!("%{byte:02X}")).collect()
 }
@@ -425,7 +426,7 @@ fn a_store_that_fails_is_unhealthy_and_its_last_state_stays() {
     assert!(!unhealthy.body.trim().is_empty());
     let all = serve.get("api/locks").json();
     assert_eq!((&all["holders"][0]["key"], all["error"].is_string()), (&json!("a/1"), true));
-    wait_until("counted failure", || {
+    wait_until("a counted failure", || {
         !serve.get("metrics").body.contains("lockreg_snapshot_failures_total 0\n")
     });
 }
@@ -467,7 +468,7 @@ fn clients_that_do_not_read_cost_little_memory_and_disturb_no_other_client() {
     let grown = resident_kb().saturating_sub(before);
     assert!(grown < 40_000, "{grown} kB more for 100 MB of unread events");
     drop((silent, unfinished));
-    wait_until("answer after the end of the streams", || serve.get("healthz").status == 200);
+    wait_until("an answer after the end of the streams", || serve.get("healthz").status == 200);
 }
 
 #[test]

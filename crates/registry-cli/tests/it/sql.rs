@@ -1,4 +1,5 @@
-//! `lockreg` over a database server, where a lock may be a row lock of a transaction.
+//! `lockreg` over PostgreSQL and MariaDB: row locks can be inspected and broken, session locks
+//! cannot.
 
 #[cfg(feature = "mysql")]
 use registry_testkit::mariadb::MariaDbServer;

@@ -1,4 +1,5 @@
-//! A separate store for each test, and processes whose end, signals and lines a test controls.
+//! Helpers of the tests: a separate store for each test, and processes whose input, signals and
+//! output lines the test controls.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, PipeReader, PipeWriter, Read as _, Write as _};
@@ -34,7 +35,8 @@ impl TestStore {
         self.folder.path().join(name)
     }
 
-    /// Returns `lockreg` with these arguments, and without environment variables that affect it.
+    /// Returns `lockreg` with these arguments. Removes environment variables that affect it. `T`
+    /// names the folder of the store, for scripts.
     pub(crate) fn lockreg<const N: usize>(&self, arguments: [&str; N]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockreg"));
         command.args(arguments).env("XDG_STATE_HOME", self.folder()).env("T", self.folder());
@@ -98,7 +100,7 @@ impl From<Output> for CommandOutput {
     }
 }
 
-/// A running program. The end of the test kills it.
+/// A running program. Dropping it ends the program.
 #[derive(Debug)]
 pub(crate) struct TestProcess {
     child: Child,
@@ -166,7 +168,7 @@ impl TestProcess {
         self.wait()
     }
 
-    /// Waits for the end with stdin as it is, and returns the exit status.
+    /// Waits for the end without closing stdin, and returns the exit status.
     pub(crate) fn wait(&mut self) -> i32 {
         let mut status = None;
         wait_until("the end of the process", || {
@@ -184,7 +186,8 @@ impl TestProcess {
 
 impl Drop for TestProcess {
     fn drop(&mut self) {
-        // SIGTERM first, so that it ends its command too. SIGKILL, if it does not end.
+        // SIGTERM comes first, so that `lockreg` ends its command too. SIGKILL follows after a time
+        // limit.
         let _ = kill(self.pid(), Signal::SIGCONT);
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
             let _ = kill(self.pid(), Signal::SIGTERM);
@@ -236,14 +239,14 @@ impl Lines {
 pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
     let started = Instant::now();
     while !happened() {
-        assert!(started.elapsed() < TEST_TIMEOUT, "no {what} within {TEST_TIMEOUT:?}");
+        assert!(started.elapsed() < TEST_TIMEOUT, "waited {TEST_TIMEOUT:?} for {what}");
         std::thread::sleep(POLL_INTERVAL);
     }
 }
 
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Returns whether the process runs. A zombie process does not.
+/// Returns whether the process runs. A zombie process does not run.
 pub(crate) fn is_alive(pid: &str) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     // The name, in parentheses, may contain any character.

@@ -1,4 +1,4 @@
-//! On a terminal, the command behaves as if a shell had started it directly.
+//! `lockreg run` on a real terminal: its command behaves as if a shell had started it directly.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};

@@ -62,8 +62,8 @@ impl Top {
         Self { input, output, screen: vt100::Parser::new(rows, columns, 0), child }
     }
 
-    /// Returns the process `lockreg`: `setsid` has become it, or waits for it and has no other
-    /// child.
+    /// Returns the process id of `lockreg`. `setsid` either executes `lockreg` in its own process,
+    /// or waits for it as its only child.
     fn pid(&self) -> Pid {
         let parent = Pid::from_raw(self.child.id().cast_signed());
         children(parent).first().map_or(parent, |child| Pid::from_raw(child.parse().unwrap()))
@@ -73,9 +73,10 @@ impl Top {
         self.input.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until the screen is as expected, and returns its text.
+    /// Waits until the screen is as expected, and returns its text. `failure` describes a screen
+    /// that is not.
     #[track_caller]
-    fn wait_until(&mut self, what: &str, is_expected: impl Fn(&str) -> bool) -> String {
+    fn wait_until(&mut self, failure: &str, is_expected: impl Fn(&str) -> bool) -> String {
         let started = Instant::now();
         loop {
             let text = self.screen.screen().contents();
@@ -84,7 +85,7 @@ impl Top {
             }
             match self.output.recv_timeout(TEST_TIMEOUT.saturating_sub(started.elapsed())) {
                 Ok(more) => self.screen.process(&more),
-                Err(error) => panic!("{what} ({error}), only:\n{text}"),
+                Err(error) => panic!("{failure} ({error}), only:\n{text}"),
             }
         }
     }
@@ -94,7 +95,7 @@ impl Top {
         self.wait_until(&format!("no {text:?} on the screen"), |screen| screen.contains(text))
     }
 
-    /// Waits for the end, and asserts that the terminal is as before.
+    /// Waits for the end. Asserts that the terminal is as before, and that the exit status is zero.
     #[track_caller]
     fn assert_ends_well(&mut self) {
         let status = self.child.wait().unwrap();
@@ -132,7 +133,7 @@ fn holders_and_waiters_are_shown_and_disappear() {
     top.press("\x1b");
     top.wait_until("the details stay", |screen| !screen.contains("worker 8 waits"));
     assert_eq!(holder.finish(), 0);
-    top.wait_until("the waiter acquires the lock", |screen| {
+    top.wait_until("the waiter does not acquire the lock", |screen| {
         screen.contains("worker 8") && screen.contains("0 waiting")
     });
     waiter.next_line();
@@ -264,14 +265,15 @@ fn a_signal_ends_top_even_if_its_terminal_is_not_read() {
     let pid = top.pid();
     // The thread that reads the terminal ends, because nothing receives its next bytes.
     top.output = channel().1;
-    wait_until("blocked terminal", || {
-        // Changes all rows. The keys themselves must not fill the terminal.
+    wait_until("a blocked terminal", || {
+        // Reverses the order twice, which draws all rows again. The typed keys alone must not fill
+        // the input queue of the terminal.
         top.press("rr");
         std::fs::read_to_string(format!("/proc/{pid}/wchan"))
             .is_ok_and(|place| place == "n_tty_write" || place == "wait_woken")
     });
     kill(pid, Signal::SIGTERM).unwrap();
-    wait_until("end of lockreg", || !is_alive(&pid.to_string()));
+    wait_until("the end of lockreg", || !is_alive(&pid.to_string()));
 }
 
 #[test]

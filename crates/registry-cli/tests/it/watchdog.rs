@@ -1,5 +1,6 @@
-//! The watchdog, which ends the command if `lockreg` cannot: in which order, until when, and that
-//! it ends itself.
+//! The watchdog is a process that ends the command if `lockreg` was killed, or is stopped while the
+//! lease ends. It ends the command before the key is free, waits while `lockreg` renews the lock,
+//! and ends together with the command.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::support::{TestProcess, TestStore, children, has_role, is_alive, wait_
 
 fn watchdog_of(process: &TestProcess) -> String {
     let watchdog = children(process.pid()).into_iter().find(|pid| has_role(pid, "__watchdog"));
-    watchdog.expect("a command that runs is watched over")
+    watchdog.expect("a running command has a watchdog")
 }
 
 fn signal(pid: &str, signal: Signal) {
@@ -79,7 +80,7 @@ fn the_watchdog_ignores_termination_signals() {
 #[test]
 fn the_lock_is_renewed_until_the_process_group_of_the_command_has_ended() {
     let store = TestStore::new();
-    // The command ends at SIGTERM. The process that it started ignores SIGTERM.
+    // The command ends at SIGTERM. Its background process ignores SIGTERM.
     let script = r#"
         (trap '' TERM; echo up; while ! test -e "$T/enough"; do sleep 0.1; done) &
         echo $! $$
@@ -100,7 +101,7 @@ fn the_lock_is_renewed_until_the_process_group_of_the_command_has_ended() {
         store.held_for("key").unwrap() > Duration::from_secs(8)
     });
     assert_eq!(store.holder("key"), Some(token));
-    // The watchdog also knows that the lock is held.
+    // `lockreg` has notified the watchdog of each renewal, so the watchdog has not ended the group.
     assert!(is_alive(background_pid));
 
     std::fs::write(store.path("enough"), "").unwrap();

@@ -1,4 +1,4 @@
-//! `lockreg` over ZooKeeper.
+//! `lockreg` over a real ZooKeeper server, whose URL is in the environment.
 
 use registry_testkit::zookeeper::ZooKeeperServer;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! `lockreg serve` over Redis.
+//! `lockreg serve` over Redis: a store that does not answer, and the processor time for many locks.
 
 use std::fs;
 use std::time::Duration;
@@ -24,14 +24,14 @@ fn a_store_that_does_not_answer_is_unhealthy_until_it_answers() {
     holder.next_line();
     serve.wait_for("api/locks/a/1", |lock| lock["held"] == true);
     redis.runtime.block_on(proxy.set_mode(ProxyMode::BlackHole)).unwrap();
-    wait_until("unhealthy answer", || serve.get("healthz").status == 503);
+    wait_until("an unhealthy answer", || serve.get("healthz").status == 503);
     assert_eq!(serve.get("api/locks/a/1").json()["held"], true, "the last state");
     redis.runtime.block_on(proxy.set_mode(ProxyMode::Pass)).unwrap();
-    wait_until("healthy answer", || serve.get("healthz").status == 200);
+    wait_until("a healthy answer", || serve.get("healthz").status == 200);
     assert_eq!(holder.finish(), 0);
     serve.wait_for("api/locks/a/1", |lock| lock["held"] == false);
 
-    // It ends even if the store does not answer.
+    // SIGTERM ends `serve` even if the store does not answer.
     redis.runtime.block_on(proxy.set_mode(ProxyMode::BlackHole)).unwrap();
     serve.process.signal(Signal::SIGTERM);
     assert_eq!(serve.process.wait(), 0);
@@ -59,7 +59,8 @@ fn ten_thousand_locks_cost_at_most_a_twentieth_of_a_processor() {
     let mut events = serve.events();
     let first = next_event(&mut events, |_| true);
     assert_eq!(first["held"], 10_000);
-    // The processor time of the start, before the first pause, does not count.
+    // The measurement begins after an event with changes only, so the processor time of the start
+    // does not count.
     next_event(&mut events, |event| event["all"] == false);
     let hertz = sysconf(SysconfVar::CLK_TCK).unwrap().unwrap();
     let processor_time = || {

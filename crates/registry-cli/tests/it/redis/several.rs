@@ -1,4 +1,4 @@
-//! Each subcommand over each kind of Redis setup.
+//! Each subcommand over each kind of Redis setup: sentinels, cluster, quorum, Unix socket, TLS.
 
 use registry_testkit::redis::{
     RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup,

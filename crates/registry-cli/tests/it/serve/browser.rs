@@ -1,4 +1,4 @@
-//! The page of `lockreg serve` in headless Chromium.
+//! The page of `lockreg serve` in headless Chromium, over a SQLite store.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -131,7 +131,8 @@ impl Browser {
         std::fs::write(screenshot_path(&format!("{name}.png")), png).unwrap();
     }
 
-    /// Returns the errors and warnings of the page, such as violations of its policy.
+    /// Returns the errors and warnings that the page has logged, such as violations of its content
+    /// security policy.
     fn log(&self) -> Vec<String> {
         let entries = self.command("/se/log", &json!({ "type": "browser" }));
         let entries = entries.as_array().unwrap().iter();
@@ -141,7 +142,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // The end of the session ends the browser; killing chromedriver would not.
+        // The end of the session ends the browser. Killing chromedriver would leave it running.
         _ = self.agent.delete(&self.session).call();
         _ = self.driver.kill();
         _ = self.driver.wait();
