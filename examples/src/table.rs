@@ -71,9 +71,11 @@ impl TableBackend {
     ) -> Result<T, BackendError> {
         let (reply, result) = oneshot::channel();
         let sent = self.statements.send(Box::new(move |table| drop(reply.send(statement(table)))));
-        // Not sent, so the table did not change: `as_refused` means that no clean-up is needed.
+        // The statement was not sent, so the table did not change. `as_refused` means that no
+        // clean-up is needed.
         sent.await.map_err(|_| BackendError::transient("the table has ended").as_refused())?;
-        // Sent without a result: the table may have executed it. The engine repeats or releases.
+        // The statement was sent but has no result, so the table may have executed it. The engine
+        // then repeats the request or releases the claim.
         result.await.map_err(|_| BackendError::transient("the table ended before it replied"))
     }
 }
@@ -81,7 +83,7 @@ impl TableBackend {
 #[async_trait]
 impl LockBackend for TableBackend {
     fn capabilities(&self) -> Capabilities {
-        // Only what is true: this store keeps no labels and has no operations for operators.
+        // Claim only what is true. This store has no labels and no operations for operators.
         let table = Capabilities::new("table", GuaranteeClass::Durable, Reach::Process);
         table.with_fencing().with_wakes()
     }
@@ -93,7 +95,8 @@ impl LockBackend for TableBackend {
             let free = TableRow { claim: None, first_token: 0, last_token: 0, until: now };
             let row = table.rows.entry(claim.key().clone()).or_insert(free);
             match row.live_claim() {
-                // Repeated after a lost reply: the same grant, with the same token.
+                // The claim repeats its request after a lost reply: it gets the same grant and
+                // token.
                 Some(holder) if holder == claim.id() => {}
                 Some(_) => {
                     let busy = Busy::new().with_retry_after(row.until - now);

@@ -1,7 +1,7 @@
 """Checks a dashboard against Grafana's schema, from which the classes of grafana-foundation-sdk are generated.
 
-Usage: check_dashboard.py FILE. The classes drop members that the schema does not have, so the parsed
-dashboard is written again and compared with the file; the types of its members are compared as well.
+Usage: check_dashboard.py FILE. The classes drop members that the schema does not have. The parsed dashboard is
+therefore written again and compared with the file. The types of its members are compared as well.
 """
 
 import enum

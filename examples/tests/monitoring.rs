@@ -1,4 +1,5 @@
-//! The dashboard and the alerting rules of the book, loaded by the real programs.
+//! The dashboard and the alerting rules of the book, checked with Prometheus, promtool and
+//! Grafana's schema.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -83,7 +84,7 @@ async fn each_alert_fires_and_does_not_fire_as_its_tests_state() {
     }
 }
 
-/// Runs the check of a dashboard.
+/// Runs `check_dashboard.py` on a dashboard.
 fn check(dashboard: &Path) -> Output {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check_dashboard.py");
     Command::new("python3").arg(program).arg(dashboard).output().expect("python3 is installed")
@@ -111,7 +112,7 @@ fn the_dashboard_has_the_schema_of_grafana() {
     }
 }
 
-/// Causes each event that a panel shows.
+/// Causes every event that a panel of the dashboard shows.
 async fn use_locks() -> Result<(), Box<dyn std::error::Error>> {
     let locks = lock_registry::connect("memory:").await?;
     let order = locks.obtain("orders/42");
@@ -142,8 +143,8 @@ async fn use_locks() -> Result<(), Box<dyn std::error::Error>> {
     locks.election("scheduler").run_term(|_| async {}).await?;
 
     // Closing does not wait for the end of a `min_hold`.
-    let kept = LockOptions::new().min_hold(Duration::from_secs(60));
-    locks.obtain("kept").lock_with(kept).await?.unlock().await?;
+    let min_hold = LockOptions::new().min_hold(Duration::from_secs(60));
+    locks.obtain("kept").lock_with(min_hold).await?.unlock().await?;
     _ = locks.close(Duration::ZERO).await;
     assert!(matches!(order.lock().await, Err(LockError::Closed)));
     Ok(())
@@ -171,7 +172,7 @@ async fn prometheus_evaluates_every_panel_and_rule_on_scraped_data() {
 
     let checked = async {
         for (title, expression) in queries(&dashboard()) {
-            // What Grafana replaces.
+            // Grafana would replace these variables.
             let expression = expression
                 .replace("$__rate_interval", "1m")
                 .replace("\"$store\"", "\".*\"")

@@ -8,9 +8,10 @@ use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
 use registry_testkit::zookeeper::ZooKeeperServer;
 
-/// One test per program, and the list that `every_program_is_run` compares with the folder.
+/// Defines one test per program: its arguments, environment variables and lines of output. Also
+/// defines the list that `every_program_is_run` compares with the folder.
 macro_rules! programs {
-    ($($name:ident $args:tt $variables:tt says $lines:tt,)*) => {
+    ($($name:ident $args:tt $variables:tt prints $lines:tt,)*) => {
         $(
             #[test]
             fn $name() {
@@ -23,25 +24,25 @@ macro_rules! programs {
 }
 
 programs! {
-    hello [] [] says ["order 42 is locked with token "],
-    deadline [] [] says [
+    hello [] [] prints ["order 42 is locked with token "],
+    deadline [] [] prints [
         "busy: another client writes the report",
         "still busy after 50 ms",
         "its lease ends within 30 s: true",
         "acquired",
     ],
-    framework ["sqlite:locks.db"] [] says [
+    framework ["sqlite:locks.db"] [] prints [
         "sqlite: class durable, excludes this host",
         "node 1: 17 rows written",
         "node 2: another node has run it",
         "node 3: another node has run it",
     ],
-    require [] [] says [
+    require [] [] prints [
         "sqlite:locks.db is suitable",
         "payments need stronger guarantees than those of memory",
         "payments need fencing tokens, which pass-through does not have",
     ],
-    configuration [] [("LOCK_REGISTRY_POLL", "500ms")] says [
+    configuration [] [("LOCK_REGISTRY_POLL", "500ms")] prints [
         "lease = 20s (the configuration file)",
         "poll = 500ms (the environment)",
         "label = worker 7 (the code)",
@@ -52,8 +53,8 @@ programs! {
         "which has no unit",
         "contains a path, which etcd does not support",
     ],
-    code [] [] says ["held as Some(\"nightly report\")", "still locked: true", "free: true"],
-    modes [] [] says [
+    code [] [] prints ["held as Some(\"nightly report\")", "still locked: true", "free: true"],
+    modes [] [] prints [
         "a writer is excluded: true",
         "readers are excluded: true",
         "mode: shared",
@@ -62,7 +63,7 @@ programs! {
         "holder: permits 1 of 3",
         "keys: accounts/3, accounts/7",
     ],
-    once [] [] says [
+    once [] [] prints [
         "this host ran it: true",
         "backup 41",
         "ran: true",
@@ -73,33 +74,33 @@ programs! {
         "run 44",
         "caught up: true",
     ],
-    once_sql [] [] says ["attempt 1: 110", "attempt 2: 110"],
-    election [] [] says [
+    once_sql [] [] prints ["attempt 1: 110", "attempt 2: 110"],
+    election [] [] prints [
         "host 1 leads",
         "the leader is at 10.0.0.1:8080",
         "host 2 led, under a larger token: true",
     ],
-    locked_macro [] [] says [
+    locked_macro [] [] prints [
         "order 42 is shipped",
         "orders/42 is locked",
         "order 43 is shipped",
     ],
-    axum_extractor [] [] says [
+    axum_extractor [] [] prints [
         "200 OK: order 42 is shipped",
         "423 Locked: order 43 is in use",
         "400 Bad Request: ",
     ],
-    axum_layer [] [] says [
+    axum_layer [] [] prints [
         "200 OK \"order 42 is shipped under its lock\", retry after None",
         "423 Locked \"\", retry after Some(\"1\")",
         "200 OK \"healthy\", retry after None",
         "400 Bad Request \"\", retry after None",
     ],
-    tonic_layer [] [] says [
+    tonic_layer [] [] prints [
         "42 is shipped, fenced: true",
         "Aborted: lock \"orders/42\" is held by another client",
     ],
-    leases [] [] says [
+    leases [] [] prints [
         "17 rows",
         "lost: its lease ran out before a renewal was confirmed",
         "first guard held: false, second: true",
@@ -107,7 +108,7 @@ programs! {
         "stopped: lock \"import\" was lost: its lease ran out before a renewal was confirmed",
         "more than a minute left: true",
     ],
-    fencing [] [] says [
+    fencing [] [] prints [
         "  server B: redeemed; server A, after its pause: redeemed, but `unlock` returned the loss",
         "without fence: redeemed 2 times",
         "  server B: redeemed; server A, after its pause: stopped by the fence, nothing was written",
@@ -115,65 +116,65 @@ programs! {
         "  server B: Ok(()); server A, after its pause: Err(StaleToken)",
         "with a resource that checks tokens: 1 of 2 labels printed",
     ],
-    reentrancy [] [] says ["same token: true", "still held: true", "shipped 3", "free: true"],
-    cancellation [] [] says [
+    reentrancy [] [] prints ["same token: true", "still held: true", "shipped 3", "free: true"],
+    cancellation [] [] prints [
         "timed out: true",
         "free: true",
         "released by drop",
         "released from a plain thread: true",
     ],
-    shutdown [] [] says [
+    shutdown [] [] prints [
         "released: 1, lost: 1, abandoned: 0",
         "free for other processes",
     ],
-    sigterm [] [] says ["clean: true", "jobs finished: "],
-    routing [] [] says ["payments/7 is locked", "metrics/cpu is locked", "anything else is locked", "class none"],
-    threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
-    metrics [] [] says [
+    sigterm [] [] prints ["clean: true", "jobs finished: "],
+    routing [] [] prints ["payments/7 is locked", "metrics/cpu is locked", "anything else is locked", "class none"],
+    threads [] [] prints ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
+    metrics [] [] prints [
         "lock_registry_held{store=\"memory\",name=\"orders/*\",mode=\"exclusive\"} 1",
         "lock_registry_held{store=\"memory\",name=\"tenants/*/import\",mode=\"exclusive\"} 1",
         "lock_registry_not_acquired_total{store=\"memory\",name=\"orders/*\",mode=\"exclusive\",reason=\"busy\"} 1",
     ],
-    observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],
-    custom_backend [] [] says ["busy: true", "held: true"],
-    spring_peer [REDIS] [] says [
+    observer [] [] prints ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],
+    custom_backend [] [] prints ["busy: true", "held: true"],
+    spring_peer [REDIS] [] prints [
         "invoice sent",
         "a lease of a minute: true",
         "a fencing token: true",
         "labels are stored: false",
         "free for the service: true",
     ],
-    fenced_writes [REDIS] [] says [
+    fenced_writes [REDIS] [] prints [
         "written",
         "refused, the newest token is the second holder's: true",
         "booked, the balance is 15",
     ],
-    zookeeper [ZOOKEEPER] [] says ["opened under token "],
-    fenced_etcd [ETCD] [] says ["force-released: true", "written atomically: true", "refused: true"],
-    fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "balance: 15"],
-    coupon [REDIS] [] says [
+    zookeeper [ZOOKEEPER] [] prints ["opened under token "],
+    fenced_etcd [ETCD] [] prints ["force-released: true", "written atomically: true", "refused: true"],
+    fenced_sql [POSTGRES] [] prints ["paid", "late: stopped by the fence, nothing was written", "balance: 15"],
+    coupon [REDIS] [] prints [
         "sold: 10",
         "paid without a lock: 5",
         "paid with a lock: 1",
         "the late price was refused",
     ],
-    redis_history [REDIS] [] says [
+    redis_history [REDIS] [] prints [
         include_str!("../output/redis_history/setnx.txt"),
         include_str!("../output/redis_history/getset.txt"),
         include_str!("../output/redis_history/set_px.txt"),
         include_str!("../output/redis_history/redlock.txt"),
         include_str!("../output/redis_history/tokens.txt"),
     ],
-    rate [] [] says ["12 calls, at most 3 at once"],
-    batch [] [] says [
+    rate [] [] prints ["12 calls, at most 3 at once"],
+    batch [] [] prints [
         "left for the second pass: [7]",
         "locked: accounts/3, accounts/7",
     ],
-    queue [REDIS] [] says ["balances: [50, 50]"],
-    migrations [POSTGRES] [] says ["ended well: 10"],
-    cron_apalis [] [] says ["another replica has run it", "each tick ran once: true"],
-    cron_tokio [] [] says ["another replica has run it", "each tick ran once: true"],
-    versions [POSTGRES] [] says [
+    queue [REDIS] [] prints ["balances: [50, 50]"],
+    migrations [POSTGRES] [] prints ["ended well: 10"],
+    cron_apalis [] [] prints ["another replica has run it", "each tick ran once: true"],
+    cron_tokio [] [] prints ["another replica has run it", "each tick ran once: true"],
+    versions [POSTGRES] [] prints [
         "first write succeeded: true",
         "second write succeeded: false",
         "15 + 20 = 35",
@@ -189,7 +190,7 @@ const ETCD: &str = "an etcd server";
 /// A placeholder for the URL of a ZooKeeper server.
 const ZOOKEEPER: &str = "a ZooKeeper server";
 
-/// Runs a program in its own folder and checks that its output contains `lines`.
+/// Runs a program in a temporary folder, and checks that its output contains `lines`.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
     let folder = tempfile::tempdir().expect("a temporary folder can be created");
     let runtime = tokio::runtime::Runtime::new().expect("a runtime can be built");

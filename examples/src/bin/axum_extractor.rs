@@ -1,4 +1,4 @@
-//! An axum handler that receives the lock of the order in its path, as an argument.
+//! An axum handler that receives a lock as an argument: that of the order in the request's path.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use lock_registry::{LockError, LockGuard, LockRegistry as _, Registry};
 use tower::ServiceExt as _;
 
 // ANCHOR: extractor
-/// The order of a request, whose lock is held until the handler has ended.
+/// The order of a request. Its lock is held until the handler has ended.
 struct LockedOrder {
     id: u64,
     guard: LockGuard,

@@ -21,7 +21,7 @@ fn key_of(request: &Request) -> Result<Option<String>, ParseIntError> {
     Ok(Some(format!("orders/{}", order.parse::<u64>()?)))
 }
 
-/// The token is that of the order's lock. Send it along with each write.
+/// The token is that of the order's lock. Send it with each write.
 async fn ship(Path(order): Path<u64>, Extension(_token): Extension<FencingToken>) -> String {
     format!("order {order} is shipped under its lock")
 }

@@ -1,4 +1,4 @@
-//! A batch over many accounts, while other processes work on some of them; and a transfer, which
+//! A batch over many accounts, while other processes work on some of them. Also a transfer, which
 //! needs two accounts at once.
 
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! One registry, configured from a file, the environment and code. For each option the source with
-//! the highest precedence wins: code, environment, file, query of the URL, default.
+//! One registry, configured from a file, the environment and code. The sources in order of
+//! precedence, highest first: code, environment, file, query of the URL, default.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     ] {
         match lock_registry::connect(url).await {
             Ok(_) => println!("opened"),
-            // Names the nearest valid name or the expected form; never the password.
+            // The error names the nearest valid name or the expected form, and never the password.
             Err(error) => println!("refused: {error}"),
         }
     }

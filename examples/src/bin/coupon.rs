@@ -1,5 +1,5 @@
-//! A shop in Redis. A counter needs no lock, a coupon needs a lock, and a seller that pauses needs
-//! a fence: `coupon redis://HOST`.
+//! A shop in Redis: `coupon redis://HOST`. A counter needs no lock, a coupon needs a lock, and a
+//! seller that pauses needs a fence.
 
 use std::error::Error;
 use std::time::Duration;

@@ -22,7 +22,7 @@ async fn report(
     registry: Data<Arc<Registry>>,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
     let job = registry.once("report").tick(tick.get_timestamp());
-    let outcome = job.run(|_run| async { ran(tick.get_timestamp()) }).await?;
+    let outcome = job.run(|_run| async { record_tick(tick.get_timestamp()) }).await?;
     if let Outcome::AlreadyDone { .. } = outcome {
         println!("another replica has run it");
     }
@@ -30,7 +30,7 @@ async fn report(
 }
 // ANCHOR_END: handler
 
-fn ran(tick: u64) {
+fn record_tick(tick: u64) {
     TICKS.lock().unwrap_or_else(PoisonError::into_inner).push(tick);
 }
 

@@ -18,9 +18,10 @@ fn every_second(registry: Arc<Registry>) -> Result<Job, JobSchedulerError> {
     Job::new_async("* * * * * *", move |_id, _scheduler| {
         let registry = Arc::clone(&registry);
         Box::pin(async move {
-            // The same period as the schedule. The store's clock decides which one it is.
+            // The period is that of the schedule. The store's clock decides which period is the
+            // current one.
             let job = registry.once("report").every(Duration::from_secs(1));
-            match job.run(|run| async move { ran(run.tick().to_string()) }).await {
+            match job.run(|run| async move { record_tick(run.tick().to_string()) }).await {
                 Ok(Outcome::AlreadyDone { .. }) => println!("another replica has run it"),
                 Ok(_) => {}
                 Err(error) => eprintln!("{error}"),
@@ -30,7 +31,7 @@ fn every_second(registry: Arc<Registry>) -> Result<Job, JobSchedulerError> {
 }
 // ANCHOR_END: job
 
-fn ran(tick: String) {
+fn record_tick(tick: String) {
     TICKS.lock().unwrap_or_else(PoisonError::into_inner).push(tick);
 }
 

@@ -1,5 +1,5 @@
-//! How long to wait: without a limit, not at all, or for a limited time. A busy lock is a value; a
-//! store error is an error.
+//! How long to wait for a lock: not at all, or for a limited time. A busy lock is a value; a store
+//! error is an error.
 
 use std::time::Duration;
 

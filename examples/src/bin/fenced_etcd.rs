@@ -2,9 +2,9 @@
 //!
 //! Start it with `fenced_etcd etcd://HOST,HOST,HOST`.
 //!
-//! A clerk reads an account under a lock and pauses, while an operator force-releases the lock.
-//! Then the clerk writes a value based on the old balance. The transaction that writes also
-//! compares the lock's key, so the late write is rejected.
+//! A clerk acquires the lock of an account and pauses, while an operator force-releases the lock. A
+//! second clerk acquires the lock and writes. Then the first clerk writes an outdated balance. The
+//! transaction that writes also compares the lock's key, so the late write is rejected.
 
 use lock_registry::etcd::Fence;
 

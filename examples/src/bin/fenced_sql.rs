@@ -2,7 +2,7 @@
 //!
 //! A clerk reads an account under a lock, pauses for longer than the lease, and then writes a value
 //! based on the old balance. The fence is part of the transaction that writes, so the late write
-//! cannot be committed. In MariaDB and MySQL it is the same.
+//! cannot be committed. The code for MariaDB and MySQL is the same.
 
 use std::time::Duration;
 

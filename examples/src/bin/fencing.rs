@@ -53,9 +53,9 @@ struct Coupon {
 fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
     let (a_paused, b_starts) = channel();
     let (b_done, a_resumes) = channel();
-    let server = |work: ServerPause| {
+    let server = |pause: ServerPause| {
         let shop = shop.to_owned();
-        thread::spawn(move || block_on(redeem(&shop, coupon, work)))
+        thread::spawn(move || block_on(redeem(&shop, coupon, pause)))
     };
     let a = server(ServerPause::UntilResumed { paused: a_paused, resume: a_resumes });
     b_starts.recv()?;
@@ -67,7 +67,7 @@ fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
     block_on(times_redeemed(shop, coupon.id))
 }
 
-/// One server. Reads and writes while it holds the lock.
+/// Runs one server, which reads and writes while it holds the lock.
 // ANCHOR: redeem
 async fn redeem(shop: &Path, coupon: Coupon, pause: ServerPause) -> Result<&'static str> {
     let registry = open_locks(shop).await?;
@@ -105,12 +105,12 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: ServerPause) -> Result<&'sta
 }
 // ANCHOR_END: redeem
 
-/// A resource other than a database: it stores the newest token that it has seen.
 // ANCHOR: resource
-/// The token is older than the newest one seen.
+/// The resource has seen a newer token.
 #[derive(Debug)]
 struct StaleToken;
 
+/// A resource other than a database: it stores the newest token that it has seen.
 #[derive(Default)]
 struct LabelPrinter {
     newest: Mutex<Option<FencingToken>>,
@@ -171,7 +171,7 @@ enum ServerPause {
 impl ServerPause {
     fn block(self) {
         if let Self::UntilResumed { paused, resume } = self {
-            // If the other server has ended, there is nothing to wait for.
+            // Both calls fail if the other server has ended. The pause is then over.
             let _ = paused.send(());
             let _ = resume.recv();
         }

@@ -19,17 +19,18 @@ enum JobOutcome {
 }
 
 impl Scheduler {
-    /// Runs `job` unless another node runs it or has started it less than `at_most_each` ago.
-    async fn run_once(&self, job: &str, at_most_each: Duration) -> Result<JobOutcome, LockError> {
+    /// Runs `job`, unless another node runs it or started it less than `min_interval` ago.
+    async fn run_once(&self, job: &str, min_interval: Duration) -> Result<JobOutcome, LockError> {
         let lock = self.locks.obtain(&format!("jobs/{job}"));
-        // Without `min_hold`, the key of a short job is free again before the next node asks.
-        let options = LockOptions::new().wait(Duration::ZERO).min_hold(at_most_each);
+        // Without `min_hold`, the key of a short job is free again before the next node tries to
+        // lock it.
+        let options = LockOptions::new().wait(Duration::ZERO).min_hold(min_interval);
         let Some(guard) = lock.try_lock_with(options).await? else {
             return Ok(JobOutcome::HeldByAnotherNode);
         };
         // Drops the work if the lock is lost.
         let rows = guard.protect(rows_written()).await?;
-        // An error here means that the end of the work may have been unprotected.
+        // An error here means that the lock may have been lost before the end of the work.
         guard.unlock().await?;
         Ok(JobOutcome::Done(rows))
     }

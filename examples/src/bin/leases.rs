@@ -1,4 +1,4 @@
-//! What a lease is, how its holder learns that it has ended, and how work stops then.
+//! How a lease ends, how its holder is notified, and how the holder's work then stops.
 
 use std::time::Duration;
 

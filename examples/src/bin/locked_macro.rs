@@ -34,5 +34,5 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// A resource that refuses a token smaller than its largest one so far.
+/// Stands for a resource that refuses a token smaller than the largest token so far.
 async fn print_label(_order: u64, _token: FencingToken) {}

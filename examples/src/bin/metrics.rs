@@ -1,4 +1,4 @@
-//! Exports the metrics of locks to Prometheus: an HTTP server with the path `/metrics`.
+//! Exports the metrics of locks to Prometheus, by an HTTP server with the path `/metrics`.
 
 use axum::routing::{Router, get};
 use lock_registry::RegistryConfig;
@@ -20,7 +20,7 @@ fn exporter() -> Result<Router, BuildError> {
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // Before `connect`, which describes the metrics to the recorder.
+    // The recorder must exist before `connect`, which describes the metrics to it.
     let exporter = exporter()?;
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let addr = listener.local_addr()?;

@@ -31,7 +31,8 @@ fn migrator() -> Migrator {
         Migration::new(1, "orders".into(), Simple, table.into_sql_str(), false),
         Migration::new(2, "customers".into(), Simple, index.into_sql_str(), true),
     ]);
-    // sqlx's own lock is a statement that waits, with a snapshot that blocks the index.
+    // sqlx's own lock is a statement. While it waits, its snapshot blocks the creation of the
+    // index.
     migrator.set_locking(false);
     migrator
 }

@@ -17,7 +17,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: readers
 
     // ANCHOR: upgrade
-    let guard = prices.upgradable().await?; // reads beside other readers
+    let guard = prices.upgradable().await?; // reads alongside other readers
     let guard = guard.upgrade().await?; // waits until they have left, and blocks new ones
     println!(
         "readers are excluded: {}",

@@ -10,7 +10,7 @@ use lock_registry::{
 };
 
 // ANCHOR: observer
-/// Counts events that need an alarm. Runs synchronously where the event happens, so it must be
+/// Counts events that need an alarm. `on` runs synchronously where the event happens, so it must be
 /// quick.
 #[derive(Debug, Default)]
 struct Alarm {

@@ -11,7 +11,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let other_host = lock_registry::connect("memory:once").await?;
 
     // ANCHOR: every
-    // Each host starts this at about the same time, for example by cron.
+    // Each host runs this code at about the same time, for example from cron.
     let report = registry.once("report").every(Duration::from_secs(3_600));
     match report.run(|run| async move { format!("token {}", run.fencing_token()) }).await? {
         Outcome::Ran(output) => println!("this host ran it: {}", output.starts_with("token")),
@@ -39,7 +39,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: failures
 
     // ANCHOR: catch_up
-    // Ticks 42 and 43 were missed.
+    // Ticks 42 and 43 were missed: tick 42 failed, and tick 43 was never run.
     let backup = registry.once("backup").tick(44).catch_up(CatchUp::All);
     let outcome = backup.run(|run| async move { println!("run {}", run.tick()) }).await?;
     println!("caught up: {}", outcome == Outcome::Ran(()));

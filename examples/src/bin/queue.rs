@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 // ANCHOR: worker
-/// Handles messages until the list is empty. Returns how many.
+/// Handles messages until the list is empty. Returns the number of messages handled.
 async fn work(registry: Registry, mut queue: MultiplexedConnection) -> Result<usize> {
     let mut handled = 0;
     // A message stays in `taken` until it has been handled, so that a crash does not lose it.
@@ -32,7 +32,7 @@ async fn work(registry: Registry, mut queue: MultiplexedConnection) -> Result<us
 }
 // ANCHOR_END: worker
 
-/// Reads, computes and writes. Without the lock, updates would be lost.
+/// Reads, computes and writes the balance. Without the lock, concurrent updates would be lost.
 async fn handle(queue: &mut MultiplexedConnection, account: &str) -> Result<()> {
     let balance: Option<i64> = queue.hget("balances", account).await?;
     () = queue.hset("balances", account, balance.unwrap_or_default() + 1).await?;

@@ -7,7 +7,7 @@ use futures_util::future::try_join_all;
 use lock_registry::{LockError, LockRegistryExt as _, Registry};
 
 static CALLS: AtomicU32 = AtomicU32::new(0);
-static MOST_CALLS: AtomicU32 = AtomicU32::new(0);
+static PEAK_CALLS: AtomicU32 = AtomicU32::new(0);
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -16,7 +16,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let second = lock_registry::connect("memory:rate").await?;
     try_join_all((0..12).map(|call| send_mail(if call % 2 == 0 { &first } else { &second })))
         .await?;
-    println!("12 calls, at most {} at once", MOST_CALLS.load(Ordering::Relaxed));
+    println!("12 calls, at most {} at once", PEAK_CALLS.load(Ordering::Relaxed));
     Ok(())
 }
 
@@ -30,7 +30,7 @@ async fn send_mail(registry: &Registry) -> Result<(), LockError> {
 
 async fn call_the_service() {
     let calls = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
-    MOST_CALLS.fetch_max(calls, Ordering::Relaxed);
+    PEAK_CALLS.fetch_max(calls, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_millis(50)).await;
     CALLS.fetch_sub(1, Ordering::Relaxed);
 }

@@ -1,5 +1,5 @@
-//! How locks in Redis were written over the years, and what each form loses:
-//! `redis_history redis://HOST`. The last function is this library.
+//! How locks in Redis were written over the years, and how each form fails. The last function uses
+//! this library. Start it with `redis_history redis://HOST`.
 //!
 //! Three databases of the server stand for the three servers of Redlock.
 
@@ -30,7 +30,7 @@ async fn main() -> Outcome {
 }
 
 // ANCHOR: setnx
-/// The lock is `SETNX`, its limit is a second command, `EXPIRE`.
+/// `SETNX` acquires the lock. A second command, `EXPIRE`, sets its time limit.
 async fn client_that_crashes(redis: &mut MultiplexedConnection) -> RedisResult<()> {
     let granted: bool = redis.set_nx("history:1", "A").await?;
     if granted {
@@ -62,7 +62,7 @@ async fn getset(redis: &mut MultiplexedConnection, now: u64) -> RedisResult<bool
     if end.is_some_and(|end| end > now) {
         return Ok(false);
     }
-    // Of two clients that find an old lock, the one that reads the old value has won.
+    // If two clients find an expired lock, the client that reads the old value has won.
     let end: Option<u64> = redis.getset("history:2", now + 10_000).await?;
     Ok(end.is_none_or(|end| end <= now))
 }
@@ -77,7 +77,7 @@ async fn setnx_get_getset(redis: &mut MultiplexedConnection) -> Outcome {
     let c = getset(redis, now).await?;
     println!("A releases. It deletes the lock of B, so C is granted it: {c}.");
 
-    // B and C find the lock of a dead client. Both have read it before one of them writes.
+    // B and C find the lock of a dead client. Both read it before either of them writes.
     () = redis.set("history:2", now - 1).await?;
     let found_by_b: u64 = redis.getset("history:2", now + 10_000).await?;
     let found_by_c: u64 = redis.getset("history:2", now + 90_000).await?;
@@ -89,7 +89,7 @@ async fn setnx_get_getset(redis: &mut MultiplexedConnection) -> Outcome {
 // ANCHOR_END: getset
 
 // ANCHOR: set_px
-/// One command sets owner and limit; one script releases only the owner's lock.
+/// One command sets the owner and the time limit. One script releases only the owner's lock.
 async fn acquire(
     redis: &mut MultiplexedConnection,
     key: &str,

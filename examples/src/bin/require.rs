@@ -1,4 +1,4 @@
-//! Code that needs more than the minimum guarantees checks the capabilities at start.
+//! Code that needs more than the minimum guarantees checks the capabilities of its store at start.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Several stores behind one registry: the pattern of a key chooses its store.
+//! Several stores behind one registry: the first pattern that matches a key chooses its store.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! A service that ends in order when its pod is stopped: it finishes the job in progress, takes no
-//! other one, and releases its locks. The demonstration sends the signal itself.
+//! A service that shuts down in order when its pod is stopped. It finishes the job in progress,
+//! starts no other job, and releases its locks. This program sends the signal to itself.
 
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: close
     terminate.recv().await;
-    // At most 15 s for the jobs, and three time-outs of 3 s for the store: less than the 30 s that
-    // Kubernetes waits by default.
+    // This takes at most 15 s for the jobs, and three time-outs of 3 s for the store. Kubernetes
+    // waits for 30 s by default.
     let report = registry.close(Duration::from_secs(15)).await;
     println!("clean: {}, released: {}", report.is_clean(), report.released);
     println!("jobs finished: {}", worker.await?);
@@ -31,7 +31,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 // ANCHOR: work
-/// Returns the number of jobs when the registry closes.
+/// Runs jobs until the registry is closed. Returns the number of jobs.
 async fn work(registry: Registry, started: mpsc::Sender<()>) -> u32 {
     let mut jobs = 0;
     loop {

@@ -47,11 +47,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     guard.protect(send_invoice()).await?;
     // ANCHOR_END: send
 
-    // The key is named as Spring names it: its registry key, a colon, the key.
+    // The key in Redis is the one that Spring uses: registry key, colon, key.
     let holder =
         locks.obtain("customer/17").holders().await?.pop().ok_or("customer/17 is not locked")?;
     println!("a lease of a minute: {}", holder.lease_left > Some(Duration::from_secs(50)));
-    // Spring's record has no field for the token, so the token is stored in a key of its own.
+    // Spring's record has no field for the token, so this library stores the token under a separate
+    // key.
     println!("a fencing token: {}", holder.token == Some(guard.fencing_token()));
     println!("labels are stored: {}", locks.capabilities().labels);
 

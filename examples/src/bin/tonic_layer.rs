@@ -23,7 +23,8 @@ impl UnaryService<u64> for Ship {
 }
 
 // ANCHOR: layer
-/// Returns the key of a request: a layer sees its metadata, but not yet its message.
+/// Returns the key of a request. A layer has access to the metadata of a request, but not to its
+/// message.
 fn key_of(request: &Request<Body>) -> Option<String> {
     let order = request.headers().get("order")?.to_str().ok()?;
     Some(format!("orders/{order}"))

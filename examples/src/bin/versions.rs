@@ -1,9 +1,9 @@
-//! Optimistic locking: `versions postgres://HOST/DATABASE`. No lock is used; each write states the
-//! version that was read.
+//! Optimistic locking: `versions postgres://HOST/DATABASE`. The program uses no lock. Each write
+//! states the version that was read.
 //!
 //! This suits rows with few concurrent writers: no caller waits, and no lock can be lost. With many
-//! writers, most writes fail and are repeated; a lock around the update prevents that. The version
-//! then serves as the fence.
+//! writers, most writes fail and are repeated. A lock around the update prevents that, and the
+//! version then serves as the fence.
 
 use sqlx::{Connection, PgConnection};
 

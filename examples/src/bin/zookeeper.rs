@@ -1,7 +1,8 @@
 //! A balance in the same ZooKeeper as its lock, written together with a check that the lock is
 //! still held.
 //!
-//! The server is the argument or `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
+//! The URL of the server is the argument, or the environment variable `ZOOKEEPER`.
+//! Example: `zookeeper zk://127.0.0.1:2181`.
 
 use lock_registry::{
     RegistryConfig,
