@@ -1,5 +1,5 @@
-//! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs,
-//! and the cost of a `once` job whose tick is already done and of a leader's step-down.
+//! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs.
+//! Also measures a `once` job whose tick is already done, and the step-down of a leader.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

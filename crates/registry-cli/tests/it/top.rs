@@ -266,7 +266,7 @@ fn a_signal_ends_top_even_if_its_terminal_is_not_read() {
     // The thread that reads the terminal ends, because nothing receives its next bytes.
     top.output = channel().1;
     wait_until("a blocked terminal", || {
-        // Reverses the order twice, which draws all rows again. The typed keys alone must not fill
+        // Each `r` reverses the order, which changes all rows. The typed keys alone must not fill
         // the input queue of the terminal.
         top.press("rr");
         std::fs::read_to_string(format!("/proc/{pid}/wchan"))
