@@ -1,4 +1,5 @@
-//! Guarantees for functions under a lock.
+//! Tests functions with `#[locked]` over the in-process store: keys, options, modes, losses and
+//! re-entry. The last two tests compile wrong uses and compare the error messages.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::borrow::Cow;
@@ -15,7 +16,7 @@ use lock_registry::{
 };
 use tokio::sync::{Notify, oneshot};
 
-/// A re-export of `lock-registry` under another name.
+/// A re-export of `lock-registry` under another name, for the option `crate`.
 mod kit {
     pub(crate) use lock_registry as locks;
 }
@@ -62,7 +63,7 @@ impl<R: LockRegistry> Shop<R> {
         Self { locks, started: Notify::new(), running: AtomicUsize::new(0), paid: Vec::new() }
     }
 
-    /// Counts as running until it returns or is dropped.
+    /// `running` counts each body until it returns or is dropped. The body waits for `until`.
     #[locked(key = "orders/{id}", registry = self.locks, wait = "20s")]
     async fn hold(&self, id: u64, until: impl Future) -> Result<u64, PayError> {
         struct Running<'a>(&'a AtomicUsize);
@@ -84,7 +85,7 @@ impl<R: LockRegistry> Shop<R> {
         Ok(())
     }
 
-    /// Adds an order that costs something.
+    /// Adds the order to `paid`. Returns `Declined` if `price` is 0.
     #[locked(key = order.key(), registry = &self.locks, token = token)]
     async fn pay(&mut self, order: Order, price: u32) -> Result<(&[u64], FencingToken), PayError> {
         if price == 0 {
@@ -400,7 +401,7 @@ async fn methods_of_traits_and_generic_functions_may_be_locked() {
         registry: &'a R,
         key: K,
         mut values: [T; N],
-        with: &'a T,
+        replacement: &'a T,
     ) -> Result<[T; N], Box<dyn Error + Send + Sync>>
     where
         R: LockRegistry + ?Sized,
@@ -408,7 +409,7 @@ async fn methods_of_traits_and_generic_functions_may_be_locked() {
         T: Clone + Send + Sync,
     {
         if let Some(last) = values.last_mut() {
-            *last = with.clone();
+            *last = replacement.clone();
         }
         // Converts an error of another type, as in a function without the attribute.
         let _: u32 = "7".parse()?;
@@ -445,9 +446,9 @@ async fn methods_of_traits_and_generic_functions_may_be_locked() {
 #[tokio::test]
 async fn a_method_may_consume_an_arc_of_itself() {
     let ledger = Arc::new(Ledger(Arc::new(Registry::in_memory().unwrap())));
-    let kept = Arc::clone(&ledger);
+    let second_reference = Arc::clone(&ledger);
     assert_eq!(tokio::spawn(ledger.settle()).await.unwrap().unwrap(), 2);
-    drop(kept);
+    drop(second_reference);
 }
 
 #[tokio::test]
@@ -501,13 +502,13 @@ async fn other_attributes_and_lints_stay_in_effect() {
     assert_eq!(outside(&registry, 1).await.unwrap(), 1);
 }
 
-/// If the messages have changed on purpose, run this test with `TRYBUILD=overwrite`.
+/// If you change the messages, run this test with `TRYBUILD=overwrite`.
 #[test]
 fn wrong_uses_are_refused_with_a_reason() {
     trybuild::TestCases::new().compile_fail("tests/wrong/*.rs");
 }
 
-/// As above. These messages are those of rustc, and change with its version.
+/// Like the test above, for messages of rustc, which change with its version.
 #[cfg(feature = "rustc-messages")]
 #[test]
 fn type_errors_are_shown_where_they_are() {
