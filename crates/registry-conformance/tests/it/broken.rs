@@ -29,7 +29,7 @@ mod without_a_bug {
     }
 }
 
-/// Asserts that a broken store fails each of `clauses`, and that a correct one does not.
+/// Asserts that the broken store fails each of `clauses`, and that the correct store passes it.
 #[track_caller]
 pub(crate) fn assert_fails<H: Harness + 'static>(
     correct: impl Fn() -> H + UnwindSafe + RefUnwindSafe,

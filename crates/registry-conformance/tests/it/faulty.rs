@@ -18,12 +18,12 @@ fn claim(key: &str) -> Claim {
     Claim::new(Key::new(key).expect("a valid key"), LEASE)
 }
 
-fn over(store: &MemoryBackend, faults: Faults) -> FaultyBackend {
+fn faulty_backend(store: &MemoryBackend, faults: Faults) -> FaultyBackend {
     FaultyBackend::new(Arc::new(store.clone()), faults)
 }
 
 async fn is_held(store: &MemoryBackend, key: &str) -> bool {
-    !store.inspect(claim(key).key()).await.expect("memory answers").is_empty()
+    !store.inspect(claim(key).key()).await.expect("the in-process store responds").is_empty()
 }
 
 #[tokio::test(start_paused = true)]
@@ -34,7 +34,7 @@ async fn a_request_with_a_lost_reply_is_executed_and_a_lost_request_is_not() {
         .at(Operation::Acquire, 2, Fault::LoseRequest)
         .at(Operation::Acquire, 3, Fault::Refuse)
         .at(Operation::Acquire, 4, Fault::Deny);
-    let faulty = over(&store, faults);
+    let faulty = faulty_backend(&store, faults);
     let mut outcomes = Vec::new();
     for key in ["a", "b", "c", "d", "e"] {
         let answer = faulty.try_acquire(&claim(key)).await;
@@ -57,7 +57,7 @@ async fn a_request_with_a_lost_reply_is_executed_and_a_lost_request_is_not() {
 #[tokio::test(start_paused = true)]
 async fn a_repetition_is_executed_twice_and_answered_once() {
     let store = MemoryBackend::new();
-    let faulty = over(&store, Faults::none().always(Operation::Release, Fault::Repeat));
+    let faulty = faulty_backend(&store, Faults::none().always(Operation::Release, Fault::Repeat));
     let held = claim("a");
     faulty.try_acquire(&held).await.unwrap();
     assert_eq!(faulty.release(&held).await.unwrap(), Release::Freed, "the first answer counts");
@@ -68,13 +68,13 @@ async fn a_repetition_is_executed_twice_and_answered_once() {
 async fn a_late_repetition_takes_effect_after_everything_else() {
     let store = MemoryBackend::new();
     let late = Fault::RepeatLate(Duration::from_secs(5));
-    let faulty = over(&store, Faults::none().at(Operation::Acquire, 1, late));
+    let faulty = faulty_backend(&store, Faults::none().at(Operation::Acquire, 1, late));
     let held = claim("a");
     faulty.try_acquire(&held).await.unwrap();
     assert_eq!(faulty.release(&held).await.unwrap(), Release::Freed);
     assert!(!is_held(&store, "a").await);
     faulty.wait_for_late_requests().await;
-    assert!(is_held(&store, "a").await, "the acquire came again after its release");
+    assert!(is_held(&store, "a").await, "the repeated acquire took effect after the release");
 }
 
 #[tokio::test(start_paused = true)]
@@ -84,7 +84,7 @@ async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
         .at(Operation::Acquire, 1, Fault::DelayRequest(Duration::from_secs(2)))
         .at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(3)))
         .at(Operation::Acquire, 2, Fault::DelayRequest(Duration::from_secs(86_400)));
-    let faulty = over(&store, faults);
+    let faulty = faulty_backend(&store, faults);
     let started = Instant::now();
     let (first, other) = (claim("a"), claim("b"));
     {
@@ -106,7 +106,7 @@ async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
 #[tokio::test(start_paused = true)]
 async fn a_batch_that_fails_has_an_answer_for_each_claim() {
     let store = MemoryBackend::new();
-    let faulty = over(&store, Faults::none().at(Operation::Renew, 1, Fault::LoseReply));
+    let faulty = faulty_backend(&store, Faults::none().at(Operation::Renew, 1, Fault::LoseReply));
     let claims = [claim("a"), claim("b"), claim("c")];
     for claim in &claims {
         faulty.try_acquire(claim).await.unwrap();
@@ -120,32 +120,32 @@ async fn a_batch_that_fails_has_an_answer_for_each_claim() {
 #[tokio::test(start_paused = true)]
 async fn wake_ups_are_lost_or_premature() {
     let store = MemoryBackend::new();
-    let faulty = over(&store, Faults::none());
+    let faulty = faulty_backend(&store, Faults::none());
     let (holder, waiter) = (claim("a"), claim("a"));
     faulty.try_acquire(&holder).await.unwrap();
     let Attempt::Busy(busy) = faulty.try_acquire(&waiter).await.unwrap() else {
         panic!("two claims hold")
     };
     faulty.apply(Faults::none().always(Operation::Wait, Fault::WakeEarly(Duration::from_secs(1))));
-    timeout(Duration::from_secs(2), faulty.wait(&waiter, &busy)).await.expect("woken for nothing");
+    timeout(Duration::from_secs(2), faulty.wait(&waiter, &busy)).await.expect("no early wake-up");
     faulty.apply(Faults::none().always(Operation::Wait, Fault::LoseWake));
     let mut waiting = pin!(faulty.wait(&waiter, &busy));
     assert!(poll!(waiting.as_mut()).is_pending());
     store.release(&holder).await.unwrap();
     assert!(
         timeout(Duration::from_secs(3_600), waiting).await.is_err(),
-        "the wake-up was to be lost"
+        "the wake-up was not lost"
     );
     faulty.clear_faults();
     timeout(Duration::from_secs(1), faulty.wait(&waiter, &Busy::new()))
         .await
-        .expect("it is not held");
+        .expect("the key is free");
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_outage_refuses_every_request_until_the_faults_are_cleared() {
     let store = MemoryBackend::new();
-    let faulty = over(&store, Faults::outage());
+    let faulty = faulty_backend(&store, Faults::outage());
     let claim = claim("a");
     assert!(faulty.try_acquire(&claim).await.unwrap_err().refused());
     assert!(faulty.release(&claim).await.unwrap_err().refused());

@@ -1,5 +1,6 @@
-//! Runs the engine's clauses over a store with network faults: requests and replies are delayed,
-//! repeated, and lost if the engine retries them. Each client has random faults from a fixed seed.
+//! Runs the clauses that use the engine over the in-process store with network faults. Requests and
+//! replies are delayed and repeated; those that the engine retries are also lost. Each client has
+//! random faults from a fixed seed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,33 +11,33 @@ use registry_conformance::{Clock, Fault, Faults, FaultyBackend, Harness, Operati
 use registry_core::{LockBackend, MemoryBackend};
 
 #[derive(Debug)]
-struct Faulty {
+struct FaultyHarness {
     seed: u64,
 }
 
 #[async_trait]
-impl Harness for Faulty {
+impl Harness for FaultyHarness {
     fn clock(&self) -> Clock {
         Clock::Paused
     }
 
     async fn store(&self) -> Box<dyn Store> {
         let store = MemoryBackend::new();
-        Box::new(OneFaulty { store, seed: AtomicU64::new(self.seed) })
+        Box::new(FaultyStore { store, seed: AtomicU64::new(self.seed) })
     }
 }
 
 #[derive(Debug)]
-struct OneFaulty {
+struct FaultyStore {
     store: MemoryBackend,
     seed: AtomicU64,
 }
 
 #[async_trait]
-impl Store for OneFaulty {
+impl Store for FaultyStore {
     async fn client(&self) -> Arc<dyn LockBackend> {
         let seed = self.seed.fetch_add(1, Ordering::Relaxed);
-        Arc::new(FaultyBackend::new(Arc::new(self.store.clone()), benign(seed)))
+        Arc::new(FaultyBackend::new(Arc::new(self.store.clone()), tolerated_faults(seed)))
     }
 
     fn faithful(&self) -> bool {
@@ -44,8 +45,8 @@ impl Store for OneFaulty {
     }
 }
 
-/// Returns faults that no holder and no waiter may notice.
-fn benign(seed: u64) -> Faults {
+/// Returns faults that the engine hides from holders and waiters.
+fn tolerated_faults(seed: u64) -> Faults {
     let ms = Duration::from_millis;
     let mut faults = Faults::seeded(seed);
     for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {
@@ -70,10 +71,10 @@ fn benign(seed: u64) -> Faults {
 }
 
 mod seed_1 {
-    use super::Faulty;
+    use super::FaultyHarness;
 
     registry_conformance::conformance! {
-        harness = Faulty { seed: 1_000 },
+        harness = FaultyHarness { seed: 1_000 },
         runs = 233,
         skips = 202,
         without = [faithful, fair, namespaces, restart, wipe, remote],
@@ -81,10 +82,10 @@ mod seed_1 {
 }
 
 mod seed_2 {
-    use super::Faulty;
+    use super::FaultyHarness;
 
     registry_conformance::conformance! {
-        harness = Faulty { seed: 2_000 },
+        harness = FaultyHarness { seed: 2_000 },
         runs = 233,
         skips = 202,
         without = [faithful, fair, namespaces, restart, wipe, remote],

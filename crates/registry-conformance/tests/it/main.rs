@@ -1,4 +1,5 @@
-//! The suite over the in-process store, over faulty stores and over stores with planted defects.
+//! Tests the suite itself: over the in-process store, with injected faults, and over stores with
+//! one bug each.
 
 mod broken;
 mod broken_modes;

@@ -1,5 +1,5 @@
-//! The suite over shared servers: a namespace for each clause, the asserted numbers, and the names
-//! of failed clauses.
+//! Tests `assert_conformance_on_shared_servers`, with in-process stores as servers. Each clause has
+//! its own namespace, a wrong number of clauses is an error, and the error names failed clauses.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -16,7 +16,7 @@ use registry_core::{LockBackend, MemoryBackend};
 #[derive(Debug, Default)]
 struct MemoryServers {
     namespaces: Mutex<HashMap<String, MemoryBackend>>,
-    /// Whether each client has a store of its own, so that no lock excludes another client.
+    /// Each client has a store of its own, so that no lock excludes another client.
     is_broken: bool,
 }
 
@@ -39,7 +39,7 @@ impl SharedServers for MemoryServers {
     }
 }
 
-/// Returns the numbers of clauses that run and that are skipped.
+/// Returns how many clauses run, and how many are skipped.
 fn counts() -> (usize, usize) {
     let unmet = [Need::Fair, Need::Restart, Need::Wipe, Need::Remote];
     let runs = all_clauses().iter().filter(|clause| {

@@ -1,11 +1,12 @@
-//! Checks that no backend passes by running nothing: `check` compares the caller's numbers and
-//! skips with the suite and the store.
+//! Checks that no backend passes by running no clauses. `check` compares the numbers and skips that
+//! the caller states with the suite and with the store's features.
 
 use std::panic::catch_unwind;
 
 use crate::tiny::{StoreBug, Tiny};
 use registry_conformance::{all_clauses, check, run};
 
+/// The needs of clauses that the store [`Tiny`] does not meet.
 const WITHOUT: [&str; 11] = [
     "fair",
     "fair_on_request",
@@ -20,10 +21,12 @@ const WITHOUT: [&str; 11] = [
     "remote",
 ];
 
+/// Returns all clauses, as `conformance!` emits them.
 fn emitted() -> Vec<(&'static str, &'static str)> {
     all_clauses().iter().map(|clause| (clause.theme, clause.name)).collect()
 }
 
+/// Returns how many clauses run on [`Tiny`], and how many are skipped.
 fn numbers() -> (usize, usize) {
     let is_skipped = |clause: &&registry_conformance::Clause| {
         clause.needs.iter().any(|need| WITHOUT.contains(&need.name()))
@@ -39,8 +42,8 @@ fn panic_message(
     without: &[&str],
     emitted: &[(&str, &str)],
 ) -> Option<String> {
-    let end = catch_unwind(|| check(&Tiny(StoreBug::None), runs, skips, without, emitted));
-    end.err().map(|panic| match panic.downcast::<String>() {
+    let result = catch_unwind(|| check(&Tiny(StoreBug::None), runs, skips, without, emitted));
+    result.err().map(|panic| match panic.downcast::<String>() {
         Ok(text) => *text,
         Err(_) => "a panic without a text".to_owned(),
     })
@@ -70,14 +73,14 @@ fn wrong_numbers_are_found() {
 #[test]
 fn a_feature_of_the_store_must_not_be_skipped() {
     let (runs, skips) = numbers();
-    for can in
+    for feature in
         ["fencing", "wakes", "reports_invalidations", "labels", "inspect", "faithful", "handoff"]
     {
         let mut without = WITHOUT.to_vec();
-        without.push(can);
+        without.push(feature);
         let panic_message = panic_message(runs, skips, &without, &emitted()).unwrap();
         assert!(
-            panic_message.contains(&format!("the store has {can}: it must not be skipped")),
+            panic_message.contains(&format!("the store has {feature}: it must not be skipped")),
             "{panic_message}"
         );
     }
@@ -86,11 +89,11 @@ fn a_feature_of_the_store_must_not_be_skipped() {
 #[test]
 fn a_missing_feature_must_be_declared() {
     let (runs, skips) = numbers();
-    for cannot in WITHOUT {
-        let without: Vec<_> = WITHOUT.into_iter().filter(|need| *need != cannot).collect();
+    for missing in WITHOUT {
+        let without: Vec<_> = WITHOUT.into_iter().filter(|need| *need != missing).collect();
         let panic_message = panic_message(runs, skips, &without, &emitted()).unwrap();
         assert!(
-            panic_message.contains(&format!("the store has no {cannot}: list it in `without`")),
+            panic_message.contains(&format!("the store has no {missing}: list it in `without`")),
             "{panic_message}"
         );
     }

@@ -1,5 +1,5 @@
-//! Checks that the sweep drops a future at every point where it can be dropped, and detects what
-//! the future leaks there.
+//! Checks that `sweep` drops a future after each possible number of polls, so that a test can
+//! detect what the dropped future leaks.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,13 +20,13 @@ async fn three_steps() -> &'static str {
 
 #[tokio::test(start_paused = true)]
 async fn every_number_of_polls_is_swept_with_and_without_a_wake_up() {
-    let mut ends = Vec::new();
-    let polls = sweep(async || three_steps(), 10, async |end| ends.push(end)).await;
+    let mut outcomes = Vec::new();
+    let polls = sweep(async || three_steps(), 10, async |outcome| outcomes.push(outcome)).await;
     assert_eq!(polls, 4);
     let (dropped, woken) =
         (|polls| SweepOutcome::Dropped { polls }, |polls| SweepOutcome::DroppedWoken { polls });
     assert_eq!(
-        ends,
+        outcomes,
         [
             dropped(0),
             dropped(1),
@@ -58,12 +58,13 @@ async fn sweep_works_with_real_input_and_output() {
     assert!(polls >= 1);
 }
 
-/// Takes a permit at its first poll, and leaks it if the future is dropped before its completion.
-async fn leaky(permits: &Semaphore, given: oneshot::Receiver<()>) {
+/// Takes a permit at its first poll, and returns it when the answer arrives. The permit leaks if
+/// the future is dropped before that.
+async fn leaky(permits: &Semaphore, answer: oneshot::Receiver<()>) {
     permits.forget_permits(1);
     // If the future is dropped here, even with the answer already available, the permit is never
     // added back.
-    if given.await.is_ok() {
+    if answer.await.is_ok() {
         permits.add_permits(1);
     }
 }
@@ -77,14 +78,14 @@ async fn a_leak_on_drop_is_found() {
         reason = "the sweep polls the created future; creating it must not"
     )]
     let make = async || {
-        let (give, given) = oneshot::channel();
+        let (answer_sender, answer) = oneshot::channel();
         let permits = &permits;
         async move {
-            let giving = async move {
+            let answering = async move {
                 yield_now().await;
-                give.send(())
+                answer_sender.send(())
             };
-            futures_util::future::join(leaky(permits, given), giving).await.0
+            futures_util::future::join(leaky(permits, answer), answering).await.0
         }
     };
     sweep(make, 10, async |_| {

@@ -1,6 +1,6 @@
-//! A small store with one bug at a time, to show that the suite detects it. Without a bug, the
-//! store is correct.
-#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
+//! A small store of exclusive locks that has at most one bug. The module `broken` shows that the
+//! suite detects each bug, and that the store passes without a bug.
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -90,8 +90,8 @@ impl Store for TinyStore {
         Arc::new(TinyBackend {
             bug: self.bug,
             shared: Arc::clone(&self.shared),
-            own: watch::Sender::new(0),
-            own_token: Mutex::new(0),
+            own_releases: watch::Sender::new(0),
+            own_last_token: Mutex::new(0),
         })
     }
 }
@@ -127,7 +127,8 @@ struct TinyRow {
     until: Instant,
     repeats: u32,
     label: Option<String>,
-    next: Option<Claim>,
+    /// With [`StoreBug::BusyQueuesClaim`]: the claim that is granted after the release.
+    queued: Option<Claim>,
 }
 
 impl TinyRow {
@@ -147,12 +148,12 @@ impl TinyRow {
 struct TinyBackend {
     bug: StoreBug,
     shared: Arc<TinyState>,
-    own: watch::Sender<u64>,
-    own_token: Mutex<u64>,
+    own_releases: watch::Sender<u64>,
+    own_last_token: Mutex<u64>,
 }
 
 impl TinyBackend {
-    fn name(&self, key: &Key) -> String {
+    fn row_name(&self, key: &Key) -> String {
         let key = key.as_str();
         match self.bug {
             StoreBug::KeysFolded => key.to_lowercase(),
@@ -165,7 +166,7 @@ impl TinyBackend {
 
     fn next_token(&self, block: u32) -> u64 {
         let mut last = match self.bug {
-            StoreBug::TokensPerClient => self.own_token.lock().unwrap(),
+            StoreBug::TokensPerClient => self.own_last_token.lock().unwrap(),
             _ => self.shared.last_token.lock().unwrap(),
         };
         if self.bug == StoreBug::TokensOfCoarseClock {
@@ -179,7 +180,7 @@ impl TinyBackend {
         first
     }
 
-    fn remaining(&self, lease: Duration) -> Instant {
+    fn expiry(&self, lease: Duration) -> Instant {
         Instant::now()
             + match self.bug {
                 StoreBug::NeverExpires => lease + Duration::from_secs(1_000_000),
@@ -188,17 +189,17 @@ impl TinyBackend {
             }
     }
 
-    fn grant(&self, claim: &Claim) -> TinyRow {
+    fn new_row(&self, claim: &Claim) -> TinyRow {
         TinyRow {
             key: claim.key().clone(),
             id: claim.id(),
             lease: claim.lease(),
             token: self.next_token(claim.token_block()),
             block: claim.token_block(),
-            until: self.remaining(claim.lease()),
+            until: self.expiry(claim.lease()),
             repeats: 0,
             label: claim.label().filter(|_| self.bug != StoreBug::LabelsLost).map(str::to_owned),
-            next: None,
+            queued: None,
         }
     }
 
@@ -217,12 +218,12 @@ impl TinyBackend {
 
     fn wake(&self) {
         self.shared.releases.send_modify(|count| *count += 1);
-        self.own.send_modify(|count| *count += 1);
+        self.own_releases.send_modify(|count| *count += 1);
     }
 
     fn renew_one(&self, rows: &mut HashMap<String, TinyRow>, claim: &Claim) -> Renewal {
-        let until = self.remaining(claim.lease());
-        match rows.get_mut(&self.name(claim.key())) {
+        let until = self.expiry(claim.lease());
+        match rows.get_mut(&self.row_name(claim.key())) {
             Some(row)
                 if (row.id == claim.id() || self.bug == StoreBug::RenewWithoutOwner)
                     && (row.is_live() || self.bug == StoreBug::RenewRevives) =>
@@ -233,7 +234,7 @@ impl TinyBackend {
                 Renewal::Renewed(if self.bug == StoreBug::ExpiresEarly { left * 2 } else { left })
             }
             None if self.bug == StoreBug::RenewGrants => {
-                rows.insert(self.name(claim.key()), self.grant(claim));
+                rows.insert(self.row_name(claim.key()), self.new_row(claim));
                 Renewal::Renewed(claim.lease())
             }
             _ => Renewal::Gone,
@@ -257,18 +258,18 @@ impl LockBackend for TinyBackend {
             let _connection = self.shared.connection.lock().await;
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let name = self.name(claim.key());
+        let name = self.row_name(claim.key());
         if self.bug == StoreBug::CheckThenAct {
             let taken = self.shared.rows.lock().unwrap().get(&name).is_some_and(TinyRow::is_live);
             tokio::time::sleep(Duration::from_millis(1)).await;
             if !taken {
-                let row = self.grant(claim);
+                let row = self.new_row(claim);
                 self.shared.rows.lock().unwrap().insert(name, row.clone());
                 return Ok(self.granted(&row));
             }
         }
         let mark = match self.bug {
-            StoreBug::WakesOwnClientOnly => *self.own.borrow(),
+            StoreBug::WakesOwnClientOnly => *self.own_releases.borrow(),
             _ => *self.shared.releases.borrow(),
         };
         let mut rows = self.shared.rows.lock().unwrap();
@@ -279,22 +280,22 @@ impl LockBackend for TinyBackend {
                     row.token = self.next_token(row.block);
                 }
                 if self.bug == StoreBug::RepeatedAcquireShortens {
-                    row.until = self.remaining(claim.lease());
+                    row.until = self.expiry(claim.lease());
                 }
                 return Ok(self.granted(row));
             }
             if self.bug == StoreBug::BusyExtendsLease {
-                row.until = self.remaining(row.lease);
+                row.until = self.expiry(row.lease);
             }
             if self.bug == StoreBug::BusyQueuesClaim {
-                row.next = Some(claim.clone());
+                row.queued = Some(claim.clone());
             }
             let left = row.until - Instant::now();
             return Ok(Attempt::Busy(
                 Busy::new().with_retry_after(left).with_holder(row.holder()).with_mark(mark),
             ));
         }
-        let row = self.grant(claim);
+        let row = self.new_row(claim);
         let answer = self.granted(&row);
         rows.insert(name, row);
         Ok(answer)
@@ -327,10 +328,10 @@ impl LockBackend for TinyBackend {
             let mut rows = self.shared.rows.lock().unwrap();
             let name = match self.bug {
                 StoreBug::ReleaseIgnoresKey => {
-                    let of_id = rows.iter().find(|(_, row)| row.id == claim.id());
-                    of_id.map_or_else(|| self.name(claim.key()), |(name, _)| name.clone())
+                    let row = rows.iter().find(|(_, row)| row.id == claim.id());
+                    row.map_or_else(|| self.row_name(claim.key()), |(name, _)| name.clone())
                 }
-                _ => self.name(claim.key()),
+                _ => self.row_name(claim.key()),
             };
             let ours = rows.get(&name).is_some_and(|row| {
                 (row.id == claim.id() || self.bug == StoreBug::ReleaseWithoutOwner)
@@ -349,10 +350,10 @@ impl LockBackend for TinyBackend {
                 }
                 Some(row) => {
                     let live = row.is_live();
-                    let next = row.next.take();
+                    let queued = row.queued.take();
                     rows.remove(&name);
-                    if let Some(next) = next {
-                        let row = self.grant(&next);
+                    if let Some(queued) = queued {
+                        let row = self.new_row(&queued);
                         rows.insert(name, row);
                     }
                     if self.bug == StoreBug::TokensResetOnRelease {
@@ -373,7 +374,7 @@ impl LockBackend for TinyBackend {
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
         let mut releases = match self.bug {
-            StoreBug::WakesOwnClientOnly => self.own.subscribe(),
+            StoreBug::WakesOwnClientOnly => self.own_releases.subscribe(),
             _ => self.shared.releases.subscribe(),
         };
         if self.bug == StoreBug::WakesAreMissed {
@@ -383,12 +384,12 @@ impl LockBackend for TinyBackend {
         drop(releases.wait_for(|count| *count != busy.mark).await);
     }
 
-    fn subscribe(&self, hints: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         let mut registries = self.shared.registries.lock().unwrap();
         if self.bug == StoreBug::NotifiesLastRegistryOnly {
             registries.clear();
         }
-        registries.push(hints);
+        registries.push(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -400,7 +401,7 @@ impl LockBackend for TinyBackend {
 impl LockAdmin for TinyBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let mut rows = self.shared.rows.lock().unwrap();
-        let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(Vec::new()) };
+        let Some(row) = rows.get_mut(&self.row_name(key)) else { return Ok(Vec::new()) };
         if !row.is_live() && self.bug != StoreBug::ListsExpired {
             return Ok(Vec::new());
         }
@@ -420,12 +421,12 @@ impl LockAdmin for TinyBackend {
         if self.bug == StoreBug::ForceReleaseHasNoEffect {
             return Ok(Release::Freed);
         }
-        let row = self.shared.rows.lock().unwrap().remove(&self.name(key));
+        let row = self.shared.rows.lock().unwrap().remove(&self.row_name(key));
         if self.bug != StoreBug::ForceReleaseWakesNone {
             self.wake();
         }
         if self.bug != StoreBug::ForceReleaseSendsNoInvalidation {
-            self.shared.registries.lock().unwrap().iter().for_each(|hints| hints.notify(key));
+            self.shared.registries.lock().unwrap().iter().for_each(|registry| registry.notify(key));
         }
         Ok(if row.is_some_and(|row| row.is_live()) { Release::Freed } else { Release::NotHeld })
     }

@@ -1,6 +1,7 @@
-//! A small store of all modes with one bug at a time, to show that the suite detects it. It decides
-//! with [`LockRecord`]; a bug changes the request, the record or the response.
-#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
+//! A small store of all modes that has at most one bug. The module `broken_modes` shows that the
+//! suite detects each bug. [`LockRecord`] decides about each request; a bug changes the request,
+//! the record or the response.
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use registry_core::{
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// The bug of the store.
+/// The bug of the store. A place is the position of a waiting claim in the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ModeBug {
     None,
@@ -150,7 +151,7 @@ impl ModesBackend {
         }
     }
 
-    /// Returns whether the decision about `claim` must not see `entry`.
+    /// Returns whether the bug hides `entry` from the decision about `claim`.
     fn is_hidden(&self, claim: &Claim, entry: &RecordEntry) -> bool {
         let is_other = entry.id != claim.id();
         let is_waiting = is_other && !entry.is_granted();
@@ -186,22 +187,22 @@ impl ModesBackend {
         if self.has(ModeBug::RepeatedAttemptsMoveBack)
             && let Some(waiting) = own(record).filter(|entry| !entry.is_granted())
         {
-            keep(record, |entry| entry.id != waiting.id);
+            retain(record, |entry| entry.id != waiting.id);
             record.insert(waiting);
         }
-        let (hidden, shown): (Vec<_>, Vec<_>) =
+        let (hidden, visible): (Vec<_>, Vec<_>) =
             record.entries().iter().cloned().partition(|entry| self.is_hidden(&claim, entry));
-        *record = of_entries(shown);
+        *record = record_of(visible);
         let next_token = || Ok::<_, ()>(self.next_token(claim.token_block()));
         let mut attempt = record.acquire(&claim, now, next_token).unwrap();
         let after = record.entries().to_vec();
-        *record = of_entries(hidden.into_iter().chain(after).collect());
-        let of_reader = before.entries().iter().find(|entry| entry.mode == ClaimMode::Shared);
+        *record = record_of(hidden.into_iter().chain(after).collect());
+        let reader_before = before.entries().iter().find(|entry| entry.mode == ClaimMode::Shared);
         let token = match (self.bug, own(&before), &attempt) {
             (ModeBug::ReadersShareTokens, None, Attempt::Granted(_))
                 if claim.mode() == ClaimMode::Shared =>
             {
-                of_reader.and_then(|entry| entry.token)
+                reader_before.and_then(|entry| entry.token)
             }
             (ModeBug::UpgradeKeepsToken, Some(own), Attempt::Granted(_)) => own.token,
             (ModeBug::RepeatedUpgradeHasNewToken, Some(own), Attempt::Granted(_))
@@ -216,7 +217,8 @@ impl ModesBackend {
             }
             _ => None,
         };
-        let lease = own(&before).map(|own| Duration::from_micros(own.until.saturating_sub(now)));
+        let lease_before =
+            own(&before).map(|own| Duration::from_micros(own.until.saturating_sub(now)));
         if let (Some(token), Attempt::Granted(grant)) = (token, &mut attempt) {
             *grant = Grant::new(token, grant.lease);
             edit(record, |entry| {
@@ -236,7 +238,7 @@ impl ModesBackend {
                 busy.other_units = None;
             }
             Attempt::Granted(grant) if self.has(ModeBug::ConversionKeepsLease) => {
-                grant.lease = lease.unwrap_or(grant.lease);
+                grant.lease = lease_before.unwrap_or(grant.lease);
             }
             _ => {}
         }
@@ -244,13 +246,13 @@ impl ModesBackend {
         attempt
     }
 
-    /// Applies the bugs of the record itself.
+    /// Applies the bugs that change entries of the record.
     fn change_entries(&self, record: &mut LockRecord, now: u64) {
-        let last = record.until();
+        let latest = record.until();
         edit(record, |entry| match self.bug {
             ModeBug::PlacesNeverLapse if !entry.is_granted() => entry.until = u64::MAX,
             ModeBug::PlacesLapseAtOnce if !entry.is_granted() => entry.until = now + 1,
-            ModeBug::ClaimsExpireTogether => entry.until = last,
+            ModeBug::ClaimsExpireTogether => entry.until = latest,
             ModeBug::UpgradeBlocksNone => entry.upgrade_until = 0,
             ModeBug::UpgradeNeverLapses if entry.upgrade_until > 0 => {
                 entry.upgrade_until = u64::MAX;
@@ -259,7 +261,7 @@ impl ModesBackend {
         });
     }
 
-    /// Notifies the waiters of a change.
+    /// Wakes the waiters, unless the bug suppresses this wake-up.
     fn wake(&self, record: &LockRecord, by_conversion: bool) {
         let is_missed = self.has(ModeBug::WakesOnlyWhenFree) && !record.is_empty()
             || self.has(ModeBug::ConversionsWakeNone) && by_conversion;
@@ -273,15 +275,15 @@ impl ModesBackend {
     }
 
     fn holders_of(&self, key: &Key, record: &LockRecord) -> Vec<Holder> {
-        let mut shown = record.clone();
+        let mut visible = record.clone();
         if self.has(ModeBug::InspectReturnsWaiters) {
             let mut token = *self.last_token.lock().unwrap();
-            edit(&mut shown, |entry| {
+            edit(&mut visible, |entry| {
                 token += 1;
                 entry.token = entry.token.or_else(|| FencingToken::new(token));
             });
         }
-        let mut holders = shown.holders(key, self.now());
+        let mut holders = visible.holders(key, self.now());
         if self.has(ModeBug::InspectReturnsFirst) {
             holders.truncate(1);
         }
@@ -292,7 +294,7 @@ impl ModesBackend {
     }
 }
 
-fn of_entries(entries: Vec<RecordEntry>) -> LockRecord {
+fn record_of(entries: Vec<RecordEntry>) -> LockRecord {
     let mut record = LockRecord::new();
     entries.into_iter().for_each(|entry| record.insert(entry));
     record
@@ -301,11 +303,11 @@ fn of_entries(entries: Vec<RecordEntry>) -> LockRecord {
 fn edit(record: &mut LockRecord, mut change: impl FnMut(&mut RecordEntry)) {
     let mut entries = record.entries().to_vec();
     entries.iter_mut().for_each(&mut change);
-    *record = of_entries(entries);
+    *record = record_of(entries);
 }
 
-fn keep(record: &mut LockRecord, is_kept: impl Fn(&RecordEntry) -> bool) {
-    *record = of_entries(record.entries().iter().filter(|entry| is_kept(entry)).cloned().collect());
+fn retain(record: &mut LockRecord, is_kept: impl Fn(&RecordEntry) -> bool) {
+    *record = record_of(record.entries().iter().filter(|entry| is_kept(entry)).cloned().collect());
 }
 
 #[async_trait]
@@ -341,8 +343,8 @@ impl LockBackend for ModesBackend {
             self.with_record(claim.key(), |record| {
                 let renewal = record.renew(claim, self.now());
                 if self.has(ModeBug::RenewalExtendsAll) {
-                    let last = record.until();
-                    edit(record, |entry| entry.until = last);
+                    let latest = record.until();
+                    edit(record, |entry| entry.until = latest);
                 }
                 renewal
             })
@@ -399,7 +401,7 @@ impl LockAdmin for ModesBackend {
                     *record = before.clone();
                     let mut granted = before.entries().iter().filter(|it| it.is_granted());
                     let first = granted.next().map(|entry| entry.id);
-                    keep(record, |entry| Some(entry.id) != first);
+                    retain(record, |entry| Some(entry.id) != first);
                 }
                 ModeBug::ForcedReleaseClearsQueue => *record = LockRecord::new(),
                 _ => {}
