@@ -1,5 +1,5 @@
-//! The local half of a lock under a model checker: each key has one local lock, one caller at a
-//! time has its local permit, and every waiter gets the permit.
+//! Tests local locks under a model checker: each key has one local lock, one caller at a time has
+//! its local permit, and every waiter gets the permit.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
 //!
@@ -30,10 +30,14 @@ const SCHEDULES: usize = 2_000;
 fn check(scenario: impl Fn(&Registry) + Send + Sync + 'static, handoff: u32) {
     // No task of the runtime runs: the engine only needs a runtime to exist, because all calls of
     // these scenarios are ready at their first poll or wait for another thread.
-    check_in(move |registry, _| scenario(registry), handoff);
+    check_with_runtime(move |registry, _| scenario(registry), handoff);
 }
 
-fn check_in(scenario: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, handoff: u32) {
+/// Like [`check`], for a scenario that runs the tasks of the runtime.
+fn check_with_runtime(
+    scenario: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static,
+    handoff: u32,
+) {
     let scenario = Arc::new(scenario);
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;
@@ -169,7 +173,7 @@ fn dropped_waiters_lose_no_permit() {
 /// store.
 #[test]
 fn dropped_waiters_lose_no_claim() {
-    check_in(
+    check_with_runtime(
         |registry, runtime| {
             let done = Arc::new(AtomicBool::new(false));
             // Drives the background releaser, which releases a guard that no caller received.
@@ -196,33 +200,34 @@ fn dropped_waiters_lose_no_claim() {
 
 /// Callers get the local permit in the order of their arrival.
 #[test]
-fn permits_are_given_in_the_order_of_arrival() {
+fn local_permits_are_given_in_the_order_of_arrival() {
     for handoff in [0, 32] {
         check(
             |registry| {
                 let new_caller = || lock_future(&registry.obtain("k"));
                 let holder = block_on(registry.obtain("k").lock()).unwrap();
-                let arrived = Arc::new(shuttle::sync::Mutex::new((0, 0)));
+                // How many callers have arrived, and how many have had the permit.
+                let counts = Arc::new(shuttle::sync::Mutex::new((0, 0)));
                 let callers: Vec<_> = (0..3)
                     .map(|_| {
-                        let (mut entering, arrived) = (new_caller(), Arc::clone(&arrived));
+                        let (mut entering, counts) = (new_caller(), Arc::clone(&counts));
                         thread::spawn(move || {
                             let place = {
-                                let mut arrived = arrived.lock().unwrap();
+                                let mut counts = counts.lock().unwrap();
                                 assert!(poll_once(entering.as_mut()).is_pending());
-                                arrived.0 += 1;
-                                arrived.0
+                                counts.0 += 1;
+                                counts.0
                             };
                             let guard = block_on(entering).unwrap();
-                            let mut arrived = arrived.lock().unwrap();
-                            arrived.1 += 1;
-                            assert_eq!(arrived.1, place, "a waiter was overtaken");
-                            drop(arrived);
+                            let mut counts = counts.lock().unwrap();
+                            counts.1 += 1;
+                            assert_eq!(counts.1, place, "a waiter was overtaken");
+                            drop(counts);
                             block_on(guard.unlock()).unwrap();
                         })
                     })
                     .collect();
-                while arrived.lock().unwrap().0 < 3 {
+                while counts.lock().unwrap().0 < 3 {
                     thread::yield_now();
                 }
                 block_on(holder.unlock()).unwrap();
@@ -249,8 +254,8 @@ fn a_claim_that_is_handed_over_has_one_holder() {
     );
 }
 
-/// An owner that holds the lock re-enters it at once, whichever caller held it before, and however
-/// the owner got it.
+/// An owner that holds the lock re-enters it at once, whether the grant came from the store or by a
+/// hand-over.
 #[test]
 fn an_owner_never_waits_for_itself() {
     for handoff in [0, 32] {

@@ -1,10 +1,10 @@
-//! The engine over the in-process store, on paused time: the promises of one registry to its
-//! callers.
+//! Tests what a registry promises to its callers, over the in-process store and mostly on paused
+//! time.
 
 #![expect(
     clippy::unwrap_used,
     clippy::disallowed_methods,
-    reason = "a test may panic, and keeps its tasks itself"
+    reason = "test helpers may panic, and a test awaits the tasks that it spawns"
 )]
 
 use std::sync::Arc;
@@ -229,8 +229,8 @@ async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
     }
 }
 
-/// Returns the time until 20,000 waiting callers have had the lock, each with an owner of its own
-/// or all without one.
+/// Returns the time in which 20,000 waiting callers acquire and release the lock one after another.
+/// If `owned`, each has an owner of its own.
 async fn time_of_20_000_waiters(owned: bool) -> Duration {
     let (ours, _) = two_processes();
     let lock = ours.obtain("k");
@@ -254,20 +254,20 @@ async fn time_of_20_000_waiters(owned: bool) -> Duration {
 
 #[tokio::test]
 async fn the_time_of_a_grant_does_not_depend_on_the_number_of_waiting_owners() {
-    // The best of several rounds, because other processes of the machine may slow one of them down.
-    let mut bests = [Duration::MAX; 2];
+    // Compares the shortest times of several rounds, because other processes may slow a round down.
+    let mut shortest = [Duration::MAX; 2];
     let is_independent =
         |[without_owner, with_owners]: [Duration; 2]| with_owners < without_owner * 5;
     for round in 0..20 {
-        if round >= 5 && is_independent(bests) {
+        if round >= 5 && is_independent(shortest) {
             break;
         }
-        for (best, owned) in bests.iter_mut().zip([false, true]) {
-            *best = time_of_20_000_waiters(owned).await.min(*best);
+        for (time, owned) in shortest.iter_mut().zip([false, true]) {
+            *time = time_of_20_000_waiters(owned).await.min(*time);
         }
     }
-    let [without_owner, with_owners] = bests;
-    assert!(is_independent(bests), "{with_owners:?} with owners, {without_owner:?} without");
+    let [without_owner, with_owners] = shortest;
+    assert!(is_independent(shortest), "{with_owners:?} with owners, {without_owner:?} without");
 }
 
 #[tokio::test(start_paused = true)]
@@ -309,8 +309,8 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
     assert!(matches!(Registry::check_runtime(), Err(ConfigError::NoRuntime)));
 }
 
-/// Each guard uses one token. With more than one token per microsecond, the tokens would outrun the
-/// clock. A restarted process would then begin below the tokens of the previous one.
+/// The tokens begin at the wall clock in microseconds, so that a restarted process grants larger
+/// ones. If each guard used up a whole block of tokens, the tokens would outrun that clock.
 #[tokio::test]
 async fn reserved_tokens_that_hand_overs_did_not_use_are_granted_later() {
     let store = MemoryBackend::new();

@@ -1,10 +1,10 @@
-//! Invalidations of held locks: they lead to a verification at once, at a limited rate, and have no
-//! other effect.
+//! Tests invalidations of held locks. An invalidation causes a verification at once, at a limited
+//! rate, and nothing else.
 
 #![expect(
     clippy::unwrap_used,
     clippy::disallowed_methods,
-    reason = "a test may panic, and keeps its tasks itself"
+    reason = "test helpers may panic, and a test awaits the tasks that it spawns"
 )]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -28,13 +28,14 @@ struct Store {
     invalidations: Mutex<Vec<Invalidations>>,
     /// The requested leases of each call of `renew`.
     renewals: Mutex<Vec<Vec<Duration>>>,
-    /// After the store has executed a renewal or an attempt, its response waits for a permit.
+    /// The store executes a renewal, and its response then waits for a permit.
     renew_responses: Semaphore,
+    /// The store executes an attempt, and its response then waits for a permit.
     acquire_responses: Semaphore,
     renewals_fail: AtomicBool,
     /// Renewals get no response.
     renewals_hang: AtomicBool,
-    /// The number of renewals without a response so far.
+    /// The number of calls of `renew` that have no response yet.
     in_flight: AtomicU32,
 }
 
@@ -145,10 +146,10 @@ async fn an_invalidation_notifies_the_holder_of_a_loss_at_once() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock().await.unwrap();
     store.force_release("k").await;
-    let broken_at = Instant::now();
+    let released_at = Instant::now();
     store.invalidate("k");
     assert_eq!(guard.lost().await, LostReason::Gone);
-    assert_eq!(broken_at.elapsed(), Duration::ZERO);
+    assert_eq!(released_at.elapsed(), Duration::ZERO);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     assert_eq!(store.renewals(), 1);
 }
@@ -161,14 +162,14 @@ async fn several_keys_are_not_acquired_with_one_that_is_lost_already() {
     let registry = store.registry();
     let lock = registry.obtain_all(["a", "b"]);
     let locking = tokio::spawn(async move { lock.lock().await });
-    // It waits for the key that is held.
+    // The task waits for `a`, which is held.
     sleep(ms(1)).await;
     Store::delay_responses(&store.acquire_responses);
     held.unlock().await.unwrap();
     // Longer than the poll interval.
     sleep(ms(1_000)).await;
     store.acquire_responses.add_permits(1);
-    // It holds that key, and has no response for the other one.
+    // The task holds `a`, and has no response for `b` yet.
     sleep(ms(1)).await;
     store.holder("b").await;
     store.force_release("a").await;
@@ -346,9 +347,9 @@ async fn a_store_that_fails_receives_few_verifications() {
         store.invalidations().notify_all();
         sleep(ms(1)).await;
     }
-    // Each of the two claims once per half a second to a second.
+    // Each of the two claims is verified once per 0.5 s to 1 s.
     assert!((14..=34).contains(&store.renewals()), "{} renewals", store.renewals());
-    assert!(guard.is_held() && fixed.is_held(), "a failure says nothing");
+    assert!(guard.is_held() && fixed.is_held(), "a failed verification is not a loss");
     // A failed verification is retried when the store is back, without another invalidation.
     store.force_release("fixed").await;
     store.renewals_fail.store(false, Ordering::Relaxed);
@@ -356,7 +357,7 @@ async fn a_store_that_fails_receives_few_verifications() {
     assert!(guard.is_held());
 }
 
-/// Verifications without a response use up no tries of renewals.
+/// Verifications without a response do not count toward the limit of four unanswered renewals.
 #[tokio::test(start_paused = true)]
 async fn verifications_without_a_response_lose_no_lock() {
     for invalidated in [false, true] {
@@ -375,7 +376,7 @@ async fn verifications_without_a_response_lose_no_lock() {
     }
 }
 
-/// The number of verifications without a response is limited too.
+/// Verifications have a limit of their own: four in a row without a response.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_does_not_respond_receives_a_bounded_number_of_verifications() {
     let store = Store::new();
@@ -413,7 +414,7 @@ async fn an_invalidation_during_an_acquisition_is_verified_after_the_grant() {
         let store = Store::new();
         let registry = store.registry();
         Store::delay_responses(&store.acquire_responses);
-        // An invalidation before the request is older than the grant.
+        // This invalidation arrives before the request, so the grant is not suspect.
         store.invalidate("k");
         let lock = registry.obtain("k");
         let granted = tokio::spawn(async move { lock.lock().await.unwrap() });
@@ -454,10 +455,10 @@ async fn a_suspect_lock_is_not_handed_over() {
     sleep(ms(1)).await;
     assert!(matches!(first.unlock().await, Err(LockError::Lost { .. })));
     let second = second.await.unwrap();
-    assert!(second.fencing_token() > token.checked_add(1).unwrap(), "granted anew");
+    assert!(second.fencing_token() > token.checked_add(1).unwrap(), "not handed over");
     store.renew_responses.add_permits(1);
     sleep(ms(10)).await;
-    assert!(second.is_held(), "the answer was about the claim before");
+    assert!(second.is_held(), "the late response concerns the previous claim");
 }
 
 #[tokio::test(start_paused = true)]
@@ -502,7 +503,7 @@ async fn an_invalidation_handle_keeps_no_registry_alive() {
     drop(registry);
     store.force_release("k").await;
     invalidations.notify_all();
-    assert_eq!(guard.lost().await, LostReason::Gone, "a guard keeps it");
+    assert_eq!(guard.lost().await, LostReason::Gone, "a guard keeps its registry alive");
     drop(guard);
     sleep(ms(1)).await;
     assert!(!invalidations.is_live());
@@ -527,7 +528,7 @@ fn a_registry_whose_runtime_is_gone_ignores_invalidations() {
     invalidations.notify_all();
 }
 
-/// Real time, real threads: invalidations arrive faster than they can be handled.
+/// On real time and real threads, invalidations arrive faster than the lease renewer handles them.
 #[test]
 fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
     let store = Store::new();
@@ -547,7 +548,7 @@ fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
                 invalidations.is_live()
             }
         });
-        // All other work continues on the lease renewer's thread.
+        // Other tasks of the runtime continue, although its only thread also runs the renewer.
         for n in 0..200 {
             registry.obtain(&format!("other{n}")).lock().await.unwrap().unlock().await.unwrap();
             sleep(ms(1)).await;

@@ -1,5 +1,5 @@
-//! `with_local_permit`: callers that acquire a lock without the engine wait in the same local queue
-//! as `lock()`.
+//! Tests `with_local_permit`: callers that acquire a lock without the engine wait in the same local
+//! queue as callers of `lock()`.
 
 use std::future::pending;
 use std::pin::pin;
@@ -39,7 +39,7 @@ async fn with_local_permit_a_caller_waits_in_the_queue_and_gets_no_hand_over() {
     let mut behind = pin!(lock.lock());
     assert!(poll!(behind.as_mut()).is_pending(), "two guards of one key");
     first.unlock().await.unwrap();
-    assert!(poll!(behind.as_mut()).is_pending(), "it overtook the caller in front");
+    assert!(poll!(behind.as_mut()).is_pending(), "`behind` overtook `permit`");
     permit.await;
     behind.await.unwrap().unlock().await.unwrap();
 }
@@ -54,7 +54,8 @@ async fn without_a_permit_attempts_run_after_the_wait_or_one_second() {
         7
     );
     assert_eq!(began.elapsed(), Duration::from_millis(500));
-    // The caller in front may wait for something that this caller has locked.
+    // The caller in front may wait for a row that this caller has locked. Attempts therefore begin
+    // after one second without a permit.
     let began = Instant::now();
     assert_eq!(registry.with_local_permit(&key(), Duration::MAX, async { 7 }).await, 7);
     assert_eq!(began.elapsed(), Duration::from_secs(1));
@@ -75,14 +76,13 @@ async fn a_permit_ends_after_the_length_of_a_lease_polled_or_not() {
         let guard = if is_polled {
             tokio::select! {
                 guard = behind => guard,
-                () = permit.as_mut() => panic!("the attempts have no end"),
+                () = permit.as_mut() => panic!("the attempt never ends"),
             }
         } else {
             behind.await
         };
         let guard = guard.expect("the permit goes to the next caller").unwrap();
-        // The caller that lost its permit waits for the next one, and blocks no other caller until
-        // then.
+        // The caller without its permit waits for the next one, and blocks no other caller.
         assert!(poll!(permit.as_mut()).is_pending());
         guard.unlock().await.unwrap();
     }

@@ -1,4 +1,4 @@
-//! The engine through its public API.
+//! Tests of the engine through its public API.
 
 mod engine;
 mod invalidations;

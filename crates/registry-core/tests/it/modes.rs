@@ -1,4 +1,5 @@
-//! Readers, upgrades, permits and fair queues over the in-process store.
+//! Tests readers, upgrades, permits, fair queues, re-entry and locks on several keys, over the
+//! in-process store on paused time.
 #![expect(
     clippy::unwrap_used,
     clippy::disallowed_methods,
@@ -13,7 +14,7 @@ use registry_core::{
     LockRegistryExt as _, MemoryBackend, Owner, Queueing, Registry,
 };
 
-fn pair() -> (Registry, Registry) {
+fn two_processes() -> (Registry, Registry) {
     let store = MemoryBackend::new();
     let registry = || Registry::builder(Arc::new(store.clone())).build().unwrap();
     (registry(), registry())
@@ -21,7 +22,7 @@ fn pair() -> (Registry, Registry) {
 
 #[tokio::test(start_paused = true)]
 async fn readers_share_and_exclude_a_writer() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let first = a.obtain("k").read().await.unwrap();
     let second = b.obtain("k").read().await.unwrap();
     assert!(a.obtain("k").try_lock().await.unwrap().is_none());
@@ -37,7 +38,7 @@ async fn readers_share_and_exclude_a_writer() {
 
 #[tokio::test(start_paused = true)]
 async fn readers_of_one_registry_share_one_grant() {
-    let (a, _) = pair();
+    let (a, _) = two_processes();
     let lock = a.obtain("k");
     let guards =
         [lock.read().await.unwrap(), lock.read().await.unwrap(), lock.read().await.unwrap()];
@@ -53,7 +54,7 @@ async fn readers_of_one_registry_share_one_grant() {
 
 #[tokio::test(start_paused = true)]
 async fn a_waiting_writer_blocks_new_readers_of_other_registries() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let reader = a.obtain("k").read().await.unwrap();
     let writer = {
         let lock = b.obtain("k");
@@ -71,7 +72,7 @@ async fn a_waiting_writer_blocks_new_readers_of_other_registries() {
 
 #[tokio::test(start_paused = true)]
 async fn an_upgrade_waits_for_readers_and_blocks_new_ones() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let reader = b.obtain("k").read().await.unwrap();
     let guard = a.obtain("k").upgradable().await.unwrap();
     let before = guard.fencing_token();
@@ -90,7 +91,7 @@ async fn an_upgrade_waits_for_readers_and_blocks_new_ones() {
     assert_eq!(guard.mode(), ClaimMode::Shared);
     assert!(b.obtain("k").try_read().await.unwrap().is_some());
     assert!(matches!(guard.upgrade().await, Err(LockError::InvalidConversion { .. })));
-    // The loss of the converted lock reaches the future of the first guard.
+    // The `lost` future of the guard also reports a loss after its conversion.
     let guard = a.obtain("k").upgradable().await.unwrap();
     drop(lost);
     let lost = tokio::spawn(guard.lost());
@@ -101,8 +102,8 @@ async fn an_upgrade_waits_for_readers_and_blocks_new_ones() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_stays_lets_an_upgrade_time_out_unchanged() {
-    let (a, b) = pair();
+async fn an_upgrade_that_times_out_leaves_the_guard_upgradable() {
+    let (a, b) = two_processes();
     let reader = b.obtain("k").read().await.unwrap();
     let guard = a.obtain("k").upgradable().await.unwrap();
     let guard = guard.try_upgrade_for(Duration::from_secs(1)).await.unwrap().unwrap_err();
@@ -117,7 +118,7 @@ async fn a_reader_that_stays_lets_an_upgrade_time_out_unchanged() {
 
 #[tokio::test(start_paused = true)]
 async fn permits_never_exceed_the_units_and_return_one_by_one() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let (first, second) = (a.semaphore("k", 3), b.semaphore("k", 3));
     let two = first.acquire_many(2).await.unwrap();
     assert!(second.try_acquire_many(2).await.unwrap().is_none());
@@ -139,7 +140,7 @@ async fn permits_never_exceed_the_units_and_return_one_by_one() {
 
 #[tokio::test(start_paused = true)]
 async fn a_fair_lock_is_granted_in_the_order_of_arrival() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let fair = || LockOptions::new().fair(true);
     let held = a.obtain("k").lock_with(fair()).await.unwrap();
     let waiting = {
@@ -148,14 +149,14 @@ async fn a_fair_lock_is_granted_in_the_order_of_arrival() {
     };
     tokio::time::sleep(Duration::from_millis(10)).await;
     held.unlock().await.unwrap();
-    // The place of the waiter comes before a caller that arrives now.
+    // The queue entry of the waiter precedes a caller that arrives now.
     assert!(a.obtain("k").try_lock().await.unwrap().is_none());
     waiting.await.unwrap().unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_owner_re_enters_what_it_holds_and_cannot_wait_for_itself() {
-    let (a, _) = pair();
+    let (a, _) = two_processes();
     let owner = Owner::new();
     let options = || LockOptions::new().owner(&owner);
     let lock = a.obtain("k");
@@ -173,14 +174,14 @@ async fn an_owner_re_enters_what_it_holds_and_cannot_wait_for_itself() {
 
 #[tokio::test(start_paused = true)]
 async fn many_keys_are_held_together_or_not_at_all() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let all = a.obtain_all(["c", "a", "b", "a"]);
     assert_eq!(all.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
     let busy = b.obtain("b").lock().await.unwrap();
     assert!(all.try_lock().await.unwrap().is_none());
     assert!(all.try_lock_for(Duration::from_secs(1)).await.unwrap().is_none());
     let others = b.obtain_all(["a", "c"]).try_lock().await.unwrap();
-    drop(others.expect("nothing is held while it waits"));
+    drop(others.expect("the call that timed out holds no key"));
     b.idle().await;
     let waiting = tokio::spawn(async move { all.lock().await });
     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -200,7 +201,7 @@ async fn many_keys_are_held_together_or_not_at_all() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_of_keys_in_any_order_do_not_wait_for_each_other() {
+async fn callers_of_several_keys_in_any_order_do_not_deadlock() {
     let store = MemoryBackend::new();
     let tasks = (0..8_u64).map(|n| {
         let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
@@ -220,16 +221,17 @@ async fn callers_of_keys_in_any_order_do_not_wait_for_each_other() {
     }
 }
 
-/// A pause that grows with each lost round would let callers without one overtake it each time.
+/// If the pause grew with each lost round, callers that do not pause would always overtake the
+/// caller.
 #[tokio::test(start_paused = true)]
 async fn a_caller_of_several_keys_that_lost_many_rounds_soon_tries_again() {
-    let (a, b) = pair();
+    let (a, b) = two_processes();
     let keys = [b.obtain("0"), b.obtain("1")];
     let mut held = keys[0].lock().await.unwrap();
     let all = a.obtain_all(["0", "1"]);
     let waiting = tokio::spawn(async move { all.lock().await });
     for round in 1..=12 {
-        // Long enough for any pause, so that the caller waits for the key that is held.
+        // Longer than any pause, so that the caller waits for the key that is held.
         tokio::time::sleep(Duration::from_secs(5)).await;
         let next = keys[round % 2].lock().await.unwrap();
         held.unlock().await.unwrap();
@@ -245,10 +247,10 @@ async fn a_caller_of_several_keys_that_lost_many_rounds_soon_tries_again() {
     assert!(waited < Duration::from_millis(100), "{waited:?}");
 }
 
-async fn granted(store: &MemoryBackend, claim: &Claim) -> FencingToken {
+async fn acquire(store: &MemoryBackend, claim: &Claim) -> FencingToken {
     match store.try_acquire(claim).await.unwrap() {
         Attempt::Granted(grant) => grant.token,
-        other => panic!("the key is free: {other:?}"),
+        other => panic!("not granted: {other:?}"),
     }
 }
 
@@ -257,17 +259,18 @@ fn claim(key: &str, mode: ClaimMode, block: u32) -> Claim {
     Claim::new(key, Duration::from_secs(30)).with_mode(mode).with_token_block(block)
 }
 
+/// A release makes the unused tokens of its block available again, unless later tokens are granted.
 #[tokio::test(start_paused = true)]
 async fn a_writer_with_a_waiter_returns_no_tokens_that_other_keys_have() {
     let store = MemoryBackend::new();
     let writer = claim("a", ClaimMode::Exclusive, 16);
-    granted(&store, &writer).await;
+    acquire(&store, &writer).await;
     let permit = claim("b", ClaimMode::Permits { take: 1, of: 2 }, 1);
-    let before = granted(&store, &permit).await;
+    let before = acquire(&store, &permit).await;
     let waiter = claim("a", ClaimMode::Exclusive, 16).with_queueing(Queueing::Join);
     assert!(matches!(store.try_acquire(&waiter).await.unwrap(), Attempt::Busy(_)));
     store.release(&writer.with_token_block(1)).await.unwrap();
-    let next = granted(&store, &claim("b", ClaimMode::Permits { take: 1, of: 2 }, 1)).await;
+    let next = acquire(&store, &claim("b", ClaimMode::Permits { take: 1, of: 2 }, 1)).await;
     assert!(next > before, "{next} after {before}");
 }
 
@@ -275,13 +278,13 @@ async fn a_writer_with_a_waiter_returns_no_tokens_that_other_keys_have() {
 async fn a_reader_returns_no_tokens_that_hand_overs_of_another_key_have_used() {
     let store = MemoryBackend::new();
     let writer = claim("a", ClaimMode::Exclusive, 16);
-    let first = granted(&store, &writer).await;
+    let first = acquire(&store, &writer).await;
     let reader = claim("b", ClaimMode::Shared, 16);
-    granted(&store, &reader).await;
-    // Ten hand-overs have used the tokens after the first.
+    acquire(&store, &reader).await;
+    // Ten hand-overs have used the ten tokens after the first.
     store.release(&writer.with_token_block(11)).await.unwrap();
     store.release(&reader.with_token_block(1)).await.unwrap();
-    let next = granted(&store, &claim("a", ClaimMode::Exclusive, 16)).await;
+    let next = acquire(&store, &claim("a", ClaimMode::Exclusive, 16)).await;
     assert!(next.get() > first.get() + 10, "{next} after ten hand-overs of {first}");
 }
 
@@ -293,7 +296,7 @@ async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fai
     let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
     let guard = registry.obtain("k").upgradable().await.unwrap();
     let late = guard.claim().clone().converted_to(ClaimMode::Exclusive);
-    granted(&store, &late.of_grant(guard.fencing_token())).await;
+    acquire(&store, &late.of_grant(guard.fencing_token())).await;
     let downgraded = guard.downgrade().await;
     assert!(matches!(downgraded, Err(LockError::Lost { .. })), "{downgraded:?}");
     registry.idle().await;
@@ -301,8 +304,8 @@ async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fai
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_several_keys_that_were_acquired_are_held_for_their_min_hold() {
-    let (a, b) = pair();
+async fn several_keys_are_held_for_their_min_hold_only_if_all_were_acquired() {
+    let (a, b) = two_processes();
     let options = LockOptions::new().min_hold(Duration::from_secs(60));
     let keys = a.obtain_all(["a", "b"]);
     let held = b.obtain("b").lock().await.unwrap();

@@ -1,4 +1,5 @@
-//! Events, metrics and log lines contain the mode of the lock.
+//! Tests observers over the in-process store: events, metrics, log lines and trace spans, and the
+//! lock mode that each of them contains.
 #![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,8 @@ use registry_core::{
     Release, Renewal,
 };
 
-/// Acquires, waits, converts, loses and releases in all modes. Only `observer` is notified of it.
+/// Acquires, waits, converts, loses and releases in all modes. `observer` receives the events of
+/// one registry. The other registry, which forces a release, has no observer.
 async fn use_every_mode(observer: Arc<dyn Observer>) {
     let store = MemoryBackend::new();
     let registry = || Registry::builder(Arc::new(store.clone()));
@@ -52,8 +54,8 @@ async fn use_every_mode(observer: Arc<dyn Observer>) {
         waiter.await.unwrap().unlock().await.unwrap();
     }
 
-    let kept = LockOptions::new().min_hold(Duration::from_secs(3_600));
-    lock.read_with(kept).await.unwrap().unlock().await.unwrap();
+    let with_min_hold = LockOptions::new().min_hold(Duration::from_secs(3_600));
+    lock.read_with(with_min_hold).await.unwrap().unlock().await.unwrap();
     _ = registry.close(Duration::ZERO).await;
 }
 
@@ -169,18 +171,18 @@ impl LockBackend for Store {
     }
 }
 
-/// The ids of the calls, holds and releases that began and have not ended.
+/// The ids of the acquisitions, holds and releases that began and have not ended.
 #[derive(Debug, Default)]
-struct Open(Mutex<BTreeMap<&'static str, BTreeSet<u64>>>);
+struct OpenOperations(Mutex<BTreeMap<&'static str, BTreeSet<u64>>>);
 
-impl Open {
+impl OpenOperations {
     fn counts(&self) -> [usize; 3] {
         let open = self.0.lock().unwrap();
         ["acquire", "hold", "release"].map(|kind| open.get(kind).map_or(0, BTreeSet::len))
     }
 }
 
-impl Observer for Open {
+impl Observer for OpenOperations {
     fn on(&self, event: &LockEvent<'_>) {
         let (kind, id, begins) = match event {
             LockEvent::AcquireBegan { id, .. } => ("acquire", id, true),
@@ -194,7 +196,7 @@ impl Observer for Open {
         let mut open = self.0.lock().unwrap();
         let ids = open.entry(kind).or_default();
         let is_paired = if begins { ids.insert(*id) } else { ids.remove(id) };
-        // A panic would be caught by the registry.
+        // The registry would catch a panic here, so an unpaired event leaves an id that stays open.
         if !is_paired {
             open.entry("acquire").or_default().insert(u64::MAX);
         }
@@ -203,15 +205,15 @@ impl Observer for Open {
 
 #[tokio::test(start_paused = true)]
 async fn every_begin_has_one_end_after_dropped_futures_losses_panics_and_close() {
-    let open = Arc::new(Open::default());
+    let open = Arc::new(OpenOperations::default());
     let store = Arc::new(Store::default());
     let registry = || Registry::builder(Arc::clone(&store) as Arc<dyn LockBackend>);
     let observed = registry().observer(Arc::clone(&open) as Arc<dyn Observer>).build().unwrap();
     let other = registry().build().unwrap();
     let lock = observed.obtain("k");
 
-    // Dropped after each number of polls: while another registry holds the key, while another
-    // caller does, and while the key is free.
+    // Futures are dropped while another registry holds the key, while another caller is in front,
+    // and after each number of polls on a free key.
     let foreign = other.obtain("k").lock().await.unwrap();
     {
         let (mut first, mut second) = (pin!(lock.lock()), pin!(lock.lock()));
@@ -294,7 +296,7 @@ async fn every_begin_has_one_end_after_dropped_futures_losses_panics_and_close()
 
 #[test]
 fn a_guard_that_outlives_its_runtime_ends_its_hold() {
-    let open = Arc::new(Open::default());
+    let open = Arc::new(OpenOperations::default());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let guard = runtime.block_on(async {
         let registry = Registry::builder(Arc::new(MemoryBackend::new()));
@@ -320,7 +322,7 @@ mod counted {
 
     use super::*;
 
-    /// Counts the increments of each counter and gauge, and the values of each histogram.
+    /// Sums the increments of each counter and gauge, and counts the values of each histogram.
     #[derive(Default)]
     struct Totals {
         totals: Mutex<BTreeMap<String, Arc<Total>>>,
@@ -519,22 +521,22 @@ mod counted {
             let candidate = election.clone();
             let mut running = Box::pin(candidate.run(|term| async move { term.stopping().await }));
             let mut leadership = election.leadership();
-            let leads = leadership.wait_for(|now| matches!(now, Leadership::Leader(_)));
+            let elected = leadership.wait_for(|now| matches!(now, Leadership::Leader(_)));
             tokio::select! {
                 _ = &mut running => panic!("the candidate stopped"),
-                leads = leads => drop(leads.unwrap()),
+                elected = elected => drop(elected.unwrap()),
             }
             drop(running);
             registry.idle().await;
         });
         let lines = totals.lines();
-        let has = |line: &str| assert!(lines.iter().any(|it| it == line), "{line}: {lines:#?}");
-        has("lock_registry_ticks_total name=backup/* outcome=already_done store=memory: 1");
-        has("lock_registry_ticks_total name=backup/* outcome=busy store=memory: 1");
-        has("lock_registry_ticks_total name=backup/* outcome=done store=memory: 1");
+        let expect = |line: &str| assert!(lines.iter().any(|it| it == line), "{line}: {lines:#?}");
+        expect("lock_registry_ticks_total name=backup/* outcome=already_done store=memory: 1");
+        expect("lock_registry_ticks_total name=backup/* outcome=busy store=memory: 1");
+        expect("lock_registry_ticks_total name=backup/* outcome=done store=memory: 1");
         // One tick returned an error, and the call of another was dropped.
-        has("lock_registry_ticks_total name=backup/* outcome=failed store=memory: 2");
-        has("lock_registry_leader name=scheduler store=memory: 0");
+        expect("lock_registry_ticks_total name=backup/* outcome=failed store=memory: 2");
+        expect("lock_registry_leader name=scheduler store=memory: 0");
         let last_tick = "lock_registry_last_tick_timestamp_seconds name=backup/* store=memory: ";
         let at = lines.iter().find_map(|line| line.strip_prefix(last_tick)).unwrap();
         assert!(at.parse::<u64>().unwrap() > 1_700_000_000, "a time since 1970: {at}");
@@ -606,9 +608,9 @@ mod counted {
                 registry.obtain(key).lock().await.unwrap().unlock().await.unwrap();
             }
         });
-        let of_calls = "lock_registry_wait_seconds mode=exclusive name=";
+        let prefix = "lock_registry_wait_seconds mode=exclusive name=";
         let lines = totals.lines();
-        let names: Vec<_> = lines.iter().filter_map(|it| it.strip_prefix(of_calls)).collect();
+        let names: Vec<_> = lines.iter().filter_map(|it| it.strip_prefix(prefix)).collect();
         let expected = ["orders/*", "other", "tenants/*", "x"];
         let counts = [2, 2, 2, 1];
         let expected: Vec<_> = expected
@@ -722,8 +724,8 @@ mod traced {
             self.0.iter().filter(|span| span.name == name).collect()
         }
 
-        /// Returns the spans of the request `request`, in the order of their begin.
-        fn of(&self, request: &str) -> Vec<&SpanData> {
+        /// Returns the child spans of the span named `request`, ordered by their start.
+        fn children_of(&self, request: &str) -> Vec<&SpanData> {
             let [parent] = self.named(request)[..] else { panic!("one span {request}") };
             let mut spans: Vec<_> = self.0.iter().filter(|it| is_child(it, parent)).collect();
             spans.sort_by_key(|span| span.start_time);
@@ -773,8 +775,10 @@ mod traced {
         drop(provider.force_flush());
         let spans = Spans(exporter.get_finished_spans().unwrap());
 
-        let [wait, hold, release] = spans.of("first request")[..] else { panic!("{:?}", spans.0) };
-        let [second_wait, second_hold] = spans.of("second request")[..] else {
+        let [wait, hold, release] = spans.children_of("first request")[..] else {
+            panic!("{:?}", spans.0)
+        };
+        let [second_wait, second_hold] = spans.children_of("second request")[..] else {
             panic!("{:?}", spans.0)
         };
         let described = |span: &SpanData| {
@@ -793,10 +797,10 @@ mod traced {
         let lost = format!("lost: {}", LostReason::Gone);
         assert_eq!(described(second_hold), expected("hold", second, &lost));
 
-        // Each span lasts as long as what it describes.
+        // Each span begins and ends with the operation that it describes.
         assert!(wait.end_time <= hold.start_time && hold.end_time <= release.start_time);
         assert!(second_wait.start_time <= hold.end_time, "it waits while the first one holds");
-        assert!(second_wait.end_time >= hold.end_time, "and not longer");
+        assert!(second_wait.end_time >= hold.end_time, "until the first one releases");
         assert!(second_hold.start_time >= second_wait.end_time);
     }
 

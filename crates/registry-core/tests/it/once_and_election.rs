@@ -1,4 +1,5 @@
-//! What jobs and elections do with owners of locks, and when their registry closes.
+//! Tests jobs and elections under an owner that holds the lock already, and a leader whose registry
+//! closes.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Tests which claims are renewed in one call.
+//! Tests which claims are renewed in one call, and when a converted claim is verified, over the
+//! in-process store on paused time.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -15,7 +16,7 @@ use tokio::time::sleep;
 const LEASE: Duration = Duration::from_secs(12);
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(4);
 
-/// Counts the claims of each call.
+/// Records how many claims each call of `renew` contains.
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
@@ -36,7 +37,7 @@ impl Store {
         Registry::builder(Arc::clone(self) as _).lease(LEASE).build().unwrap()
     }
 
-    fn calls(&self) -> Vec<usize> {
+    fn take_calls(&self) -> Vec<usize> {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
 }
@@ -78,9 +79,9 @@ async fn a_renewal_call_contains_the_claims_that_are_due_soon_and_no_others() {
     // The first five are due within a second of the first one, and the sixth later.
     let guards = acquire_all(&registry, 6, Duration::from_millis(250)).await;
     sleep(RENEWAL_INTERVAL - Duration::from_millis(6 * 250) + Duration::from_millis(100)).await;
-    assert_eq!(store.calls(), [5]);
+    assert_eq!(store.take_calls(), [5]);
     sleep(Duration::from_millis(1_200)).await;
-    assert_eq!(store.calls(), [1]);
+    assert_eq!(store.take_calls(), [1]);
     assert!(guards.iter().all(LockGuard::is_held));
 }
 
@@ -90,17 +91,18 @@ async fn renewal_calls_are_as_large_as_the_store_accepts() {
     let registry = store.registry();
     let guards = acquire_all(&registry, 200, Duration::from_millis(10)).await;
     sleep(RENEWAL_INTERVAL * 2).await;
-    store.calls();
+    store.take_calls();
     sleep(RENEWAL_INTERVAL * 10).await;
-    let calls = store.calls();
+    let calls = store.take_calls();
     assert!(calls.iter().all(|&claims| claims <= 50), "{calls:?}");
-    // The minimum is four calls per period.
+    // With 50 claims per call, 200 claims need at least four calls per interval.
     assert!(calls.len() <= 10 * 5 + 5, "{} calls: {calls:?}", calls.len());
     assert!(guards.iter().all(LockGuard::is_held));
 }
 
-/// A store that reports changes only to records that it has renewed must also report them after a
-/// conversion.
+/// A store with `verify_after` reports a change to a record only after a renewal has read the
+/// record. A conversion writes the record without such a read, so the engine must verify the claim
+/// again.
 #[tokio::test(start_paused = true)]
 async fn a_converted_claim_is_verified_as_early_as_a_new_one() {
     let verify_after = Duration::from_millis(25);
@@ -110,9 +112,9 @@ async fn a_converted_claim_is_verified_as_early_as_a_new_one() {
     sleep(verify_after / 2).await;
     let guard = guard.downgrade_to_upgradable().await.unwrap();
     sleep(verify_after * 2).await;
-    assert_eq!(store.calls(), [1]);
+    assert_eq!(store.take_calls(), [1]);
     let guard = guard.upgrade().await.unwrap();
     sleep(verify_after * 2).await;
-    assert_eq!(store.calls(), [1]);
+    assert_eq!(store.take_calls(), [1]);
     assert!(guard.is_held());
 }

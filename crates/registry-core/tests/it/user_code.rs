@@ -1,5 +1,5 @@
-//! User code that runs inside the engine: observers, wakers, destructors. If it panics or re-enters
-//! the engine, locks still work.
+//! Tests user code that runs inside the engine: observers, wakers and destructors. Locks still work
+//! if it panics, or if it calls the engine again.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -124,7 +124,7 @@ impl Wake for PollsInPlace {
 
 #[test]
 fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
-    let (ended, end) = channel();
+    let (result_sender, result) = channel();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let granted = runtime.block_on(async {
@@ -139,14 +139,15 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
                 done,
             };
             Waker::from(Arc::new(task)).wake();
-            // The engine's timers are not driven here, so the end of the record wakes the task.
+            // The sleep blocks the runtime, so no timer of the engine wakes the task. The attempt
+            // after it removes the expired record, and that wakes the task.
             std::thread::sleep(Duration::from_millis(10_100));
             let next = claim(Duration::from_secs(600));
             matches!(store.try_acquire(&next).await, Ok(Attempt::Granted(_)))
         });
-        ended.send(granted).unwrap();
+        result_sender.send(granted).unwrap();
     });
-    assert!(end.recv_timeout(Duration::from_secs(30)).expect("the store is not blocked"));
+    assert!(result.recv_timeout(Duration::from_secs(30)).expect("the store is not blocked"));
 }
 
 /// Drops its task instead of waking it.
@@ -165,7 +166,7 @@ impl Wake for DropsItsTask {
 #[test]
 fn a_long_queue_whose_wakers_drop_their_tasks_does_not_overflow_the_stack() {
     const WAITERS: usize = 20_000;
-    let (ended, end) = sync_channel(1);
+    let (result_sender, result) = sync_channel(1);
     let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
@@ -183,11 +184,11 @@ fn a_long_queue_whose_wakers_drop_their_tasks_does_not_overflow_the_stack() {
             held.unlock().await.unwrap();
             let next = registry.obtain("k").lock().await.unwrap();
             next.unlock().await.unwrap();
-            ended.send(dropped.load(Ordering::Relaxed)).unwrap();
+            result_sender.send(dropped.load(Ordering::Relaxed)).unwrap();
         });
     });
     thread.join().unwrap();
-    assert_eq!(end.recv().unwrap(), WAITERS);
+    assert_eq!(result.recv().unwrap(), WAITERS);
 }
 
 #[tokio::test]

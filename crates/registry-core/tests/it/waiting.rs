@@ -1,10 +1,11 @@
-//! When a process sends requests to the store, on paused time. Waiters with confirmed wake-ups send
-//! few, but the interval has a limit. After the release of a contended lock, a process pauses.
+//! Tests when a process sends attempts to the store, on paused time. A waiter with confirmed
+//! wake-ups sends few, but the interval between them has a limit. After the release of a contended
+//! lock, a process pauses before its next `lock()`.
 
 #![expect(
     clippy::unwrap_used,
     clippy::disallowed_methods,
-    reason = "a test may panic, and keeps its tasks itself"
+    reason = "test helpers may panic, and a test awaits the tasks that it spawns"
 )]
 
 use std::sync::Arc;
@@ -27,10 +28,9 @@ fn secs(secs: u64) -> Duration {
 struct Store {
     inner: MemoryBackend,
     attempts: AtomicU64,
-    /// Wake-ups do not arrive.
+    /// No wait ends by a wake-up.
     loses_wakes: bool,
-    /// The store wakes waiters at once, again and again, each time with the token of another
-    /// holder.
+    /// Each wait ends at once, and each busy response has another holder's token.
     wakes_always: bool,
     wake_check: Arc<FixedWakeCheck>,
     /// Other processes can reach the store.
@@ -117,7 +117,7 @@ async fn start_waiter(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_whose_wake_ups_are_confirmed_polls_seldom() {
+async fn a_waiter_whose_wake_ups_are_confirmed_polls_rarely() {
     let (guard, waiting, store) = start_waiter(Store::new(true)).await;
     tokio::time::sleep(secs(600)).await;
     let attempts = store.attempts();
