@@ -1,6 +1,7 @@
-//! Each check finds its violations, reports them readably, and accepts valid histories.
+//! Tests the checks of histories of exclusive locks. Each check finds its violations, names the
+//! clients and tokens, and accepts valid histories.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,7 +33,7 @@ impl TestHistory {
 
     pub(crate) fn at(&self, millis: u64) -> &Self {
         let before = self.now.swap(millis * 1_000_000, Ordering::Relaxed);
-        assert!(before <= millis * 1_000_000, "the tape runs forwards");
+        assert!(before <= millis * 1_000_000, "the clock must not go back");
         self
     }
 
@@ -44,7 +45,7 @@ impl TestHistory {
         self.recorder.write(client, KEY, FencingToken::new(token).unwrap())
     }
 
-    /// Returns `that`, so that a line reads "at this time, on that".
+    /// Returns `that` unchanged, so that one line sets the time and then uses `that`.
     fn on<T>(&self, that: T) -> T {
         that
     }
@@ -171,9 +172,9 @@ fn a_decreasing_token_after_an_expiry_is_found() {
     assert_eq!(search_result(&tape.history()), not_linearizable());
 }
 
-/// A case that the simple rule "tokens increase in real time" misses. All three acquisitions
-/// overlap, so no two of them are ordered, but the second hold cannot fit between the releases of
-/// the other two.
+/// A case that the simple rule "tokens increase in real time" misses. The three acquisitions
+/// overlap, so the rule orders no two of them. But the first hold is released only after the other
+/// two grants.
 #[test]
 fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
     let tape = TestHistory::new();
@@ -181,17 +182,16 @@ fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
     let first = grant(tape.at(10).on(one), 1);
     let second = grant(tape.at(20).on(two), 2);
     let third = grant(tape.at(30).on(three), 3);
-    // The first hold ends only after the second has been granted.
     let releasing = tape.at(40).on(first).release();
     tape.at(50).on(releasing).freed();
     drop((second, third));
     let history = tape.history();
-    assert!(!rises_in_real_time_is_broken(&history), "the plain rule sees nothing here");
+    assert!(!breaks_the_real_time_rule(&history), "the simple rule finds no violation");
     token_order(&history).unwrap_err();
     assert_eq!(search_result(&history), not_linearizable());
 }
 
-fn rises_in_real_time_is_broken(history: &History) -> bool {
+fn breaks_the_real_time_rule(history: &History) -> bool {
     history.grants.iter().any(|earlier| {
         history
             .grants
@@ -205,13 +205,13 @@ fn holds_without_a_confirmed_release_may_have_ended_early() {
     let tape = TestHistory::new();
     let short = Duration::from_millis(10);
     let expired = grant_for(tape.at(0).acquire(1), 1, short);
-    let text = grant_for(tape.at(100).acquire(2), 2, short);
-    tape.at(120).on(&text).lost();
+    let notified = grant_for(tape.at(100).acquire(2), 2, short);
+    tape.at(120).on(&notified).lost();
     let unsure = grant_for(tape.at(200).acquire(3), 3, short);
     let dropped = grant_for(tape.at(300).acquire(4), 4, short);
     drop(grant(tape.at(400).acquire(5), 5));
     tape.at(500).on(expired).release().not_held();
-    text.release().not_held();
+    notified.release().not_held();
     unsure.release().failed();
     drop(dropped.release());
     let checked = check(&tape.history()).unwrap();
@@ -268,7 +268,7 @@ fn two_guards_that_are_valid_at_once_are_found_even_without_tokens() {
         Promise::ValidGuardsAreCompatible,
         &["client 1", "client 2", "+0.099000001 s to +0.100000000 s", "without a token"],
     );
-    // The token order accepts this, because a hold may always have expired earlier.
+    // The search accepts this history, because an unreleased hold may have ended early.
     assert_eq!(search_result(&tape.history()), SearchResult::Linearizable);
     drop((first, second));
 }
@@ -417,9 +417,9 @@ fn busy_is_accepted_while_a_client_may_hold_the_lock() {
     check(&tape.history()).unwrap();
 
     let tape = TestHistory::new();
-    let asking = tape.at(0).acquire(2);
+    let attempt = tape.at(0).acquire(2);
     grant(tape.at(10).acquire(1), 5).release().freed();
-    tape.at(20).on(asking).busy();
+    tape.at(20).on(attempt).busy();
     check(&tape.history()).unwrap();
 }
 
@@ -445,7 +445,7 @@ fn an_inconsistent_record_is_an_error() {
 }
 
 #[test]
-fn events_travel_as_lines_of_json() {
+fn events_are_read_back_from_lines_of_json() {
     let tape = TestHistory::new();
     let held = grant(tape.at(0).acquire(1), FencingToken::MAX.get());
     held.valid_for(|| Duration::from_secs(1));

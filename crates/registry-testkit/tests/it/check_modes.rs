@@ -1,5 +1,5 @@
-//! Histories of shared and upgradable locks and of permits: those of a correct lock are accepted,
-//! those of a broken one are refused.
+//! Tests the checks of histories of shared locks, upgradable locks and permits: histories of a
+//! correct lock pass, and those of a broken lock do not.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn permits(take: u32, of: u32) -> ClaimMode {
     ClaimMode::Permits { take, of }
 }
 
-/// The steps of a history. Each is one millisecond after the last.
+/// A history in which each step is one millisecond after the previous one.
 struct Tape {
     history: TestHistory,
     now: std::cell::Cell<u64>,
@@ -84,7 +84,7 @@ impl Tape {
         assert_eq!(search_result(&history), not_linearizable());
     }
 
-    /// Asserts that the check of the guards refuses the history.
+    /// Asserts that the check of guards, `validity`, refuses the history.
     fn assert_invalid(&self, promise: Promise) -> Violation {
         let found = validity(&self.history()).expect_err("the checker finds the violation");
         assert_message(&found, promise, &[]);
@@ -192,12 +192,12 @@ fn an_upgrade_after_the_readers_and_a_downgrade_pass() {
     let called = tape.call(4, Shared);
     let downgrading = tape.convert(writer, Upgradable);
     // Granted before the response to the downgrade has arrived.
-    let beside = tape.grant(called, 9);
+    let other = tape.grant(called, 9);
     let upgradable = tape.converted(downgrading, 8);
     let reader = tape.convert(upgradable, Shared);
     let reader = tape.converted(reader, 8);
     let next = tape.hold(5, Upgradable, 10);
-    tape.free(beside);
+    tape.free(other);
     tape.free(reader);
     tape.free(next);
     tape.assert_passes();
@@ -294,7 +294,7 @@ fn a_conversion_of_unknown_outcome_ends_the_hold() {
 }
 
 #[test]
-fn a_lease_of_a_converted_guard_replaces_the_one_before() {
+fn the_lease_of_a_conversion_replaces_the_previous_lease() {
     let tape = Tape::new();
     let writer = tape.hold(1, Exclusive, 5);
     let converting = tape.convert(writer, Shared);
@@ -324,7 +324,7 @@ fn permits_pass_until_all_units_are_taken() {
 }
 
 #[test]
-fn units_above_their_number_are_found() {
+fn more_units_than_exist_are_found() {
     let tape = Tape::new();
     let held = [
         tape.hold(1, permits(1, 3), 5),
@@ -432,7 +432,7 @@ fn a_write_of_a_downgraded_holder_beside_a_reader_is_accepted_and_one_of_a_repla
 // ---- the record
 
 #[test]
-fn modes_and_conversions_travel_as_lines_of_json() {
+fn modes_and_conversions_are_read_back_from_lines_of_json() {
     let tape = Tape::new();
     let upgradable = tape.hold(1, Upgradable, 5);
     let upgrading = tape.convert(upgradable, Exclusive);

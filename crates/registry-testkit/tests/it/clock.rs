@@ -1,7 +1,8 @@
-//! Clocks that jump in a Rust program: the test starts itself again as that program.
+//! Tests `ClockShim` with a Rust program: the test starts itself again as a child process whose
+//! clocks jump.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io::stdin;
 use std::process::Command;
@@ -15,8 +16,8 @@ use registry_testkit::process::HelperProcess;
 const CHILD: &str = "THE_PROGRAM_WITH_THE_CLOCK";
 /// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
-/// The tolerance, in seconds: more than any delay of the machine, less than the jumps.
-const CLOSE: f64 = 300.0;
+/// In seconds: more than any delay of the machine, less than the jumps.
+const TOLERANCE: f64 = 300.0;
 
 /// Returns the wall clock, the monotonic clock and the time since boot, in seconds.
 fn seconds() -> [f64; 3] {
@@ -27,6 +28,7 @@ fn seconds() -> [f64; 3] {
 #[tokio::test]
 async fn a_program_sees_only_the_jumps_of_its_own_clock() {
     if std::env::var_os(CHILD).is_some() {
+        // Ends the line that the test harness has begun.
         println!();
         for _ in stdin().lines() {
             println!("seconds {:?}", seconds());
@@ -51,12 +53,12 @@ async fn a_program_sees_only_the_jumps_of_its_own_clock() {
         ahead[0] += f64::from(i32::try_from(wall).unwrap());
         ahead[1] += f64::from(i32::try_from(monotonic).unwrap());
         program.write_line("now").unwrap();
-        let offset = program
+        let readings = program
             .expect_map(|line| serde_json::from_str(line.strip_prefix("seconds ")?).ok(), LIMIT);
-        let offset: [f64; 3] = offset.await.unwrap();
-        for (clock, right) in seconds().into_iter().enumerate() {
-            let wrong = offset[clock] - right - ahead[clock];
-            assert!(wrong.abs() < CLOSE, "clock {clock} is {wrong} s off after {ahead:?}");
+        let readings: [f64; 3] = readings.await.unwrap();
+        for (clock, real) in seconds().into_iter().enumerate() {
+            let error = readings[clock] - real - ahead[clock];
+            assert!(error.abs() < TOLERANCE, "clock {clock} is {error} s off after {ahead:?}");
         }
     }
 }

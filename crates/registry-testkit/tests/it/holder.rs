@@ -1,7 +1,8 @@
-//! The lock holder: a second process over a real store, paused, killed and queried.
+//! Tests `LockHolder`: helper processes that share a SQLite store and are paused, killed and
+//! queried.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use tempfile::TempDir;
 /// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
 const LEASE: Duration = Duration::from_secs(2);
-/// A key may be any text.
+/// With characters that the protocol between the processes must escape.
 const KEY: &str = "orders/42 \"quoted\"\n🔒";
 
 #[test]
@@ -37,7 +38,7 @@ fn a_holder_process() {
     });
 }
 
-/// Returns the target of the holder processes: a lease, and a file in this folder.
+/// Returns a folder, and the target of the holder processes: a lease and a file in that folder.
 fn folder() -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
     let target = target(LEASE, &folder);
@@ -116,9 +117,9 @@ async fn waits_can_be_cancelled_and_guards_dropped() {
 
 #[tokio::test]
 async fn a_holder_ends_with_its_input_and_releases_its_locks() {
-    let (folder, short) = folder();
-    let long = target(LIMIT * 10, &folder);
-    let (mut one, mut two) = (start(&long).await, start(&short).await);
+    let (folder, short_lease) = folder();
+    let long_lease = target(LIMIT * 10, &folder);
+    let (mut one, mut two) = (start(&long_lease).await, start(&short_lease).await);
     one.lock(KEY, LIMIT).await.unwrap();
     one.close_input();
     assert!(one.process().wait_exit(LIMIT).await.unwrap().success());

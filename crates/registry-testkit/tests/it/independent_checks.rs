@@ -1,7 +1,8 @@
-//! The sweep and the general search agree on histories of a simulated lock and on arbitrary
-//! histories. Each bug of the simulated lock is found by the check for it.
+//! Compares two independent checks: the sweep, `token_order`, and the search for a linearization,
+//! `search`. They agree on histories of a simulated lock and on arbitrary histories. Each bug of
+//! the simulated lock is found by the check for it.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 mod simulated;
 
@@ -31,7 +32,7 @@ fn agree(history: &History) -> bool {
     }
 }
 
-/// The simple rule that is often considered sufficient.
+/// The simple rule that is often considered sufficient: a later acquisition has a larger token.
 fn tokens_rise_in_real_time(history: &History) -> bool {
     history.grants.iter().all(|earlier| {
         history
@@ -53,7 +54,7 @@ fn a_correct_lock_passes_every_check_and_the_search() {
 }
 
 #[test]
-fn a_simulation_repeats_itself() {
+fn a_simulation_is_repeatable() {
     Seeds::first(20).run(|seed| _ = replay(seed, |seed| simulate(seed, None).grants));
 }
 
@@ -78,8 +79,8 @@ fn assert_found(
     let found = AtomicU32::new(0);
     let ran = Seeds::first(100).run(|seed| {
         let history = simulate(seed, Some(bug));
-        // The search takes too long if it finds no order of many compatible holds. The arbitrary
-        // histories of modes below are short.
+        // If many compatible holds have no valid order, the search takes too long. The property
+        // tests below compare the checks on short histories of other modes.
         if history.grants.iter().all(|grant| grant.mode == ClaimMode::Exclusive) {
             agree(&history);
         }
@@ -144,8 +145,8 @@ seeded_bugs! {
         UpgradeKeepsToken by token_order as HoldersFollowTokens;
 }
 
-/// The search also finds permits that did not fit for an instant. The sweep judges only those that
-/// were certainly held.
+/// The search is not compared here: it also finds permits that exceeded the units for an instant.
+/// The sweep judges only permits that were certainly held.
 #[test]
 fn units_that_are_not_summed_are_found() {
     let is_found = |result: Result<usize, Violation>| {
@@ -192,32 +193,34 @@ fn the_real_time_rule_misses_violations_that_the_sweep_finds() {
     assert!(missed.into_inner() > 0);
 }
 
-/// An arbitrary hold, with any windows and any token.
+/// An arbitrary hold, at any times and with any token.
 #[derive(Debug, Clone)]
 struct AnyHold {
     called: u64,
     answered_after: u64,
     token: u64,
+    /// 0: the acquisition has no response. 1: no release. 2: the release fails. Otherwise, the
+    /// release frees the lock.
     kind: u8,
     released_after: u64,
     freed_after: u64,
     mode: ClaimMode,
-    /// The times of a conversion and of its answer, after those before, and the larger token of an
-    /// upgrade.
+    /// The time from the grant to a conversion, the time to its response, and the number by which
+    /// an upgrade increases the token.
     conversion: Option<(u64, u64, u64)>,
 }
 
 /// Returns holds of the same shape with other modes, of which some are converted.
 fn with_modes(holds: &[AnyHold], modes: &[(u8, bool, u64, u64, u64)]) -> Vec<AnyHold> {
     let with_mode = |(hold, mode): (&AnyHold, &(u8, bool, u64, u64, u64))| {
-        let (number, converts, called, answered, more) = *mode;
+        let (number, converts, called, answered, increase) = *mode;
         let mode = match number {
             0 => ClaimMode::Exclusive,
             1 | 2 => ClaimMode::Shared,
             _ => ClaimMode::Upgradable,
         };
         let conversion =
-            (converts && mode != ClaimMode::Shared).then_some((called, answered, more));
+            (converts && mode != ClaimMode::Shared).then_some((called, answered, increase));
         AnyHold { mode, conversion, ..hold.clone() }
     };
     holds.iter().zip(modes).map(with_mode).collect()
@@ -253,10 +256,10 @@ fn any_history(holds: &[AnyHold]) -> History {
         }
         let mut at = hold.called + hold.answered_after;
         record(at, HistoryEventKind::AcquireGranted { token: Some(hold.token), valid_until: None });
-        if let Some((called, answered, more)) = hold.conversion {
+        if let Some((called, answered, increase)) = hold.conversion {
             let (mode, token) = match hold.mode {
                 ClaimMode::Exclusive => (ClaimMode::Shared, hold.token),
-                _ => (ClaimMode::Exclusive, hold.token + more),
+                _ => (ClaimMode::Exclusive, hold.token + increase),
             };
             at += called;
             record(at, HistoryEventKind::ConvertCalled { mode });
@@ -318,7 +321,8 @@ proptest! {
         mut holds in prop::collection::vec(any_hold(), 0..6), units in prop::collection::vec(1..4_u32, 6),
     ) {
         for (token, (hold, take)) in holds.iter_mut().zip(units).enumerate() {
-            // Tokens of permits that fit say nothing, and each was certainly held for a while.
+            // Unique tokens, so that only the units decide. Each permit is certainly held for some
+            // time.
             hold.token = token as u64;
             hold.kind = 7;
             hold.released_after += 1;

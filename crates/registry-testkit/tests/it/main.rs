@@ -1,4 +1,4 @@
-//! The test tools themselves.
+//! Tests of the testkit.
 
 mod check;
 mod check_modes;

@@ -1,8 +1,8 @@
-//! Helper processes that run real programs: their output, their exits, and the absence of
-//! leftovers.
+//! Tests `HelperProcess` with real programs: output, pauses, exit status, and that no process is
+//! left behind.
 
 #![cfg(unix)]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io::ErrorKind;
 use std::os::unix::process::ExitStatusExt;
@@ -87,9 +87,9 @@ async fn a_paused_process_does_nothing_until_it_is_resumed() {
 
 #[tokio::test]
 async fn the_exit_status_is_reported() {
-    let asked = shell("exec sleep 1000");
-    asked.terminate().unwrap();
-    assert_eq!(asked.wait_exit(LIMIT).await.unwrap().signal(), Some(Signal::SIGTERM as i32));
+    let terminated = shell("exec sleep 1000");
+    terminated.terminate().unwrap();
+    assert_eq!(terminated.wait_exit(LIMIT).await.unwrap().signal(), Some(Signal::SIGTERM as i32));
     let killed = shell("exec sleep 1000");
     killed.pause().await.unwrap();
     killed.kill().unwrap();
@@ -105,12 +105,12 @@ async fn the_exit_status_is_reported() {
 #[tokio::test]
 async fn dropping_kills_the_process_and_its_children() {
     let mut helper = shell("sleep 1000 & echo $!; wait");
-    let started = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
+    let child = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
     let leader = i32::try_from(helper.id()).unwrap();
-    assert!(!has_ended(leader) && !has_ended(started));
+    assert!(!has_ended(leader) && !has_ended(child));
     drop(helper);
     assert!(has_ended(leader));
-    eventually(LIMIT, async || has_ended(started)).await;
+    eventually(LIMIT, async || has_ended(child)).await;
 }
 
 #[tokio::test]
@@ -125,11 +125,11 @@ async fn dropping_kills_a_stopped_process() {
 #[tokio::test]
 async fn dropping_kills_children_of_an_ended_process() {
     let mut helper = shell("sleep 1000 & echo $!");
-    let started = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
+    let child = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
     helper.wait_exit(LIMIT).await.unwrap();
-    assert!(!has_ended(started));
+    assert!(!has_ended(child));
     drop(helper);
-    eventually(LIMIT, async || has_ended(started)).await;
+    eventually(LIMIT, async || has_ended(child)).await;
 }
 
 #[test]

@@ -1,6 +1,7 @@
-//! The fault proxy in front of a real server: each mode has its documented effect and can be ended.
+//! Tests `FaultProxy` in front of an echo server: each mode has its documented effect and can be
+//! ended.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -24,19 +25,19 @@ const SILENCE: Duration = Duration::from_millis(150);
 struct EchoServer {
     addr: SocketAddr,
     received: watch::Receiver<Vec<u8>>,
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 impl EchoServer {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let (output_text, received) = watch::channel(Vec::new());
+        let (received_sender, received) = watch::channel(Vec::new());
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let mut clients = JoinSet::new();
             while let Ok((mut client, _)) = listener.accept().await {
-                let output_text = output_text.clone();
+                let received_sender = received_sender.clone();
                 clients.spawn(async move {
                     let mut buffer = [0; 4_096];
                     while let Ok(length) = client.read(&mut buffer).await {
@@ -44,7 +45,7 @@ impl EchoServer {
                             _ = client.write_all(b"bye").await;
                             return;
                         }
-                        output_text.send_modify(|all| all.extend_from_slice(&buffer[..length]));
+                        received_sender.send_modify(|all| all.extend_from_slice(&buffer[..length]));
                         if client.write_all(&buffer[..length]).await.is_err() {
                             return;
                         }
@@ -52,13 +53,13 @@ impl EchoServer {
                 });
             }
         });
-        Self { addr, received, _tasks: tasks }
+        Self { addr, received, tasks }
     }
 
-    async fn has_received(&self, text: &[u8]) {
+    async fn wait_until_received(&self, text: &[u8]) {
         let mut received = self.received.clone();
-        let predicate = received.wait_for(|all| all.ends_with(text));
-        drop(within(LIMIT, predicate).await.unwrap());
+        let arrival = received.wait_for(|all| all.ends_with(text));
+        drop(within(LIMIT, arrival).await.unwrap());
     }
 }
 
@@ -152,10 +153,10 @@ async fn a_delay_counts_in_each_direction() {
     let test = ProxyTest::new().await;
     let mut client = test.client().await;
     test.set(ProxyMode::Delay(Duration::from_millis(100))).await;
-    let asked = Instant::now();
+    let sent_at = Instant::now();
     send(&mut client, b"slow").await;
     expect_bytes(&mut client, b"slow").await;
-    assert!(asked.elapsed() >= Duration::from_millis(200));
+    assert!(sent_at.elapsed() >= Duration::from_millis(200));
 }
 
 #[tokio::test]
@@ -174,11 +175,11 @@ async fn a_throttle_bounds_the_rate() {
     let test = ProxyTest::new().await;
     let mut client = test.client().await;
     test.set(ProxyMode::Throttle { bytes_per_second: 50_000 }).await;
-    let asked = Instant::now();
+    let sent_at = Instant::now();
     let text = vec![7; 20_000];
     send(&mut client, &text).await;
     expect_bytes(&mut client, &text).await;
-    assert!(asked.elapsed() >= Duration::from_millis(400), "{:?}", asked.elapsed());
+    assert!(sent_at.elapsed() >= Duration::from_millis(400), "{:?}", sent_at.elapsed());
 }
 
 #[tokio::test]
@@ -206,7 +207,7 @@ async fn held_replies_arrive_late() {
     let mut client = test.client().await;
     test.set(ProxyMode::HoldReplies).await;
     send(&mut client, b"set").await;
-    test.echo.has_received(b"set").await;
+    test.echo.wait_until_received(b"set").await;
     expect_silence(&mut client).await;
     test.set(ProxyMode::Pass).await;
     expect_bytes(&mut client, b"set").await;
@@ -218,7 +219,7 @@ async fn dropped_replies_never_arrive_though_the_server_acted() {
     let mut client = test.client().await;
     test.set(ProxyMode::DropReplies).await;
     send(&mut client, b"set").await;
-    test.echo.has_received(b"set").await;
+    test.echo.wait_until_received(b"set").await;
     test.proxy.until(LIMIT, |counts| counts.reply_bytes_lost == 3).await.unwrap();
     expect_silence(&mut client).await;
     assert_eq!(test.proxy.counts().reply_bytes, 0);
@@ -248,7 +249,7 @@ async fn a_client_that_leaves_while_replies_drop_ends_its_connection() {
     let mut client = test.client().await;
     test.set(ProxyMode::DropReplies).await;
     send(&mut client, b"set").await;
-    test.echo.has_received(b"set").await;
+    test.echo.wait_until_received(b"set").await;
     drop(client);
     test.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
 }
@@ -297,26 +298,26 @@ async fn a_half_closed_connection_still_carries_requests() {
     test.set(ProxyMode::HalfClose).await;
     assert_eq!(expect_end(&mut client).await, (vec![], None));
     send(&mut client, b"two").await;
-    test.echo.has_received(b"two").await;
+    test.echo.wait_until_received(b"two").await;
     // An end of stream is final in every later mode.
     test.set(ProxyMode::Pass).await;
     send(&mut client, b"three").await;
-    test.echo.has_received(b"three").await;
+    test.echo.wait_until_received(b"three").await;
     assert_eq!(expect_end(&mut client).await, (vec![], None));
 }
 
 #[tokio::test]
 async fn refusing_rejects_new_connections_and_keeps_open_ones() {
     let test = ProxyTest::new().await;
-    let mut living = test.client().await;
-    send(&mut living, b"one").await;
-    expect_bytes(&mut living, b"one").await;
+    let mut open = test.client().await;
+    send(&mut open, b"one").await;
+    expect_bytes(&mut open, b"one").await;
     for _ in 0..3 {
         test.set(ProxyMode::Refuse).await;
         let refused = TcpStream::connect(test.proxy.addr()).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
-        send(&mut living, b"two").await;
-        expect_bytes(&mut living, b"two").await;
+        send(&mut open, b"two").await;
+        expect_bytes(&mut open, b"two").await;
         test.set(ProxyMode::Pass).await;
         let mut new = test.client().await;
         send(&mut new, b"new").await;
@@ -327,21 +328,21 @@ async fn refusing_rejects_new_connections_and_keeps_open_ones() {
 #[tokio::test]
 async fn cutting_resets_every_open_connection_and_no_later_one() {
     let test = ProxyTest::new().await;
-    let mut living = Vec::new();
+    let mut open = Vec::new();
     for _ in 0..5 {
         let mut client = test.client().await;
         send(&mut client, b"hello").await;
         expect_bytes(&mut client, b"hello").await;
-        living.push(client);
+        open.push(client);
     }
     // This client waits in the black hole, without a connection to the server.
     test.set(ProxyMode::BlackHole).await;
-    living.push(test.client().await);
+    open.push(test.client().await);
     test.proxy.until(LIMIT, |counts| counts.live == 6).await.unwrap();
     within(LIMIT, test.proxy.cut_all()).await;
     let counts = test.proxy.counts();
     assert_eq!((counts.live, counts.reset), (0, 6));
-    for mut client in living {
+    for mut client in open {
         assert_eq!(expect_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
     }
     test.set(ProxyMode::Pass).await;
@@ -358,10 +359,10 @@ async fn a_server_that_is_gone_resets_its_clients() {
     let mut client = test.client().await;
     send(&mut client, b"one").await;
     expect_bytes(&mut client, b"one").await;
-    test.echo._tasks.shutdown().await;
+    test.echo.tasks.shutdown().await;
     expect_end(&mut client).await;
-    let mut delayed = test.client().await;
-    assert_eq!(expect_end(&mut delayed).await, (vec![], Some(ErrorKind::ConnectionReset)));
+    let mut late = test.client().await;
+    assert_eq!(expect_end(&mut late).await, (vec![], Some(ErrorKind::ConnectionReset)));
 }
 
 #[tokio::test]
@@ -379,6 +380,6 @@ async fn a_proxy_ends_with_its_handle() {
 #[tokio::test]
 async fn waiting_for_counts_that_are_never_reached_ends_at_its_limit() {
     let test = ProxyTest::new().await;
-    let delayed = test.proxy.until(SILENCE, |counts| counts.accepted > 0).await.unwrap_err();
-    assert!(delayed.to_string().contains("accepted: 0"), "{delayed}");
+    let error = test.proxy.until(SILENCE, |counts| counts.accepted > 0).await.unwrap_err();
+    assert!(error.to_string().contains("accepted: 0"), "{error}");
 }

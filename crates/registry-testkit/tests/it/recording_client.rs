@@ -1,6 +1,7 @@
-//! Guards of the engine with a recorder, on paused time.
+//! Tests `RecordingClient`, which records the calls and locks of a client of the engine, on paused
+//! time. The checks accept the recorded histories of a correct store.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +78,7 @@ fn a_recorded_workload_is_repeatable() {
 }
 
 #[test]
-fn a_store_that_never_contends_is_found() {
+fn a_store_that_grants_every_claim_is_found() {
     let recorder = Seed::new(0).simulate(async {
         let recorder = Recorder::new(tokio_clock());
         let mut guards = Vec::new();

@@ -1,7 +1,7 @@
-//! Redis servers, single and combined, as other tests use them. Needs `redis-server`.
+//! Tests the testkit's Redis servers, single and combined. Needs `redis-server`.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -259,8 +259,8 @@ async fn a_tls_server_can_require_client_certificates() {
     let server = RedisServer::start_tls(&tls, &["--tls-auth-clients", "yes"]).await.unwrap();
     assert_eq!(ping_encrypted(server.addr(), &tls, Some(&tls)).unwrap(), "+PONG\r\n");
     let other = TlsFolder::new().unwrap();
-    for other_authority in [None, Some(&other)] {
-        let text = ping_encrypted(server.addr(), &tls, other_authority);
+    for client in [None, Some(&other)] {
+        let text = ping_encrypted(server.addr(), &tls, client);
         assert!(!text.as_ref().is_ok_and(|text| text.starts_with('+')), "{text:?}");
     }
 }
@@ -315,12 +315,12 @@ async fn a_killed_test_leaves_no_server() {
     }
     // The killed child leaves its files in this folder.
     let folder = tempfile::tempdir().unwrap();
-    let mut again = Command::new(std::env::current_exe().unwrap());
-    again.env("TMPDIR", folder.path());
-    again
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.env("TMPDIR", folder.path());
+    command
         .args(["redis::a_killed_test_leaves_no_server", "--exact", "--nocapture"])
         .env(CHILD, "yes");
-    let mut test = HelperProcess::spawn(again).unwrap();
+    let mut test = HelperProcess::spawn(command).unwrap();
     let id = |line: &str| line.strip_prefix("server ").map(ToOwned::to_owned);
     let id = test.expect_map(id, LIMIT).await.unwrap();
     let stat = || std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();

@@ -1,6 +1,6 @@
-//! Replays one seed through the environment variable, in a separate process as a user would.
+//! Tests the replay of one seed through the environment variable, in a child process.
 
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::env;
 use std::process::Command;

@@ -1,8 +1,7 @@
-//! SQL servers, single and combined, as other tests use them. Needs PostgreSQL, PgBouncer and
-//! MariaDB.
+//! Tests the testkit's SQL servers, single and combined. Needs PostgreSQL, PgBouncer and MariaDB.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,7 +19,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How long the tests wait for an answer that must not arrive.
 const SILENCE: Duration = Duration::from_millis(300);
 
-fn is_past(seconds: &str) -> i64 {
+/// Returns how many seconds `seconds`, a server's clock, is behind the clock of this process.
+fn seconds_behind(seconds: &str) -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     i64::try_from(now).unwrap() - seconds.parse::<i64>().unwrap()
 }
@@ -56,17 +56,17 @@ async fn a_killed_postgres_restarts_with_its_data() {
 async fn a_postgres_can_be_paused_as_a_whole_or_in_one_backend() {
     let server = PostgresServer::start_with(PostgresOptions::new().without_fsync()).await.unwrap();
     assert_eq!(server.sql("show fsync").await.unwrap(), "off");
-    let sleeps = async {
+    let find_pid = async {
         let pid = "select pid from pg_stat_activity where query = 'select pg_sleep(60)'";
         eventually(LIMIT, async || server.sql(pid).await?.parse::<i32>().map_err(io::Error::other))
             .await
     };
-    let paused_backend = server.sql("select pg_sleep(60)");
-    let (pid, paused_backend) = {
-        let mut paused_backend = Box::pin(paused_backend);
+    let sleeping_query = server.sql("select pg_sleep(60)");
+    let (pid, sleeping_query) = {
+        let mut sleeping_query = Box::pin(sleeping_query);
         tokio::select! {
-            pid = sleeps => (pid, paused_backend),
-            ended = &mut paused_backend => panic!("{ended:?}"),
+            pid = find_pid => (pid, sleeping_query),
+            ended = &mut sleeping_query => panic!("{ended:?}"),
         }
     };
     server.pause_backend(pid).unwrap();
@@ -77,7 +77,7 @@ async fn a_postgres_can_be_paused_as_a_whole_or_in_one_backend() {
     assert_eq!(server.sql("select 1").await.unwrap(), "1");
     server.pause_backend(1).unwrap_err();
     server.kill_backend(pid).unwrap();
-    paused_backend.await.unwrap_err();
+    sleeping_query.await.unwrap_err();
 }
 
 #[tokio::test]
@@ -89,8 +89,8 @@ async fn writes_that_a_standby_did_not_receive_are_lost_with_the_primary() {
     eventually(LIMIT, async || standby.sql("select n from t").await.is_ok_and(|n| n == "1\n2"))
         .await;
     standby.sql("insert into t values (9)").await.unwrap_err();
-    let teller = primary.sql("select pid from pg_stat_replication").await.unwrap();
-    primary.pause_backend(teller.parse().unwrap()).unwrap();
+    let wal_sender = primary.sql("select pid from pg_stat_replication").await.unwrap();
+    primary.pause_backend(wal_sender.parse().unwrap()).unwrap();
     primary.sql("insert into t values (3)").await.unwrap();
     primary.kill();
     standby.promote().await.unwrap();
@@ -123,13 +123,13 @@ async fn sql_servers_use_the_clock_of_their_options() {
     let clock = ClockShim::new().unwrap();
     let postgres = PostgresServer::start_with(PostgresOptions::new().clock(&clock)).await.unwrap();
     let mariadb = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
-    for (jump, behind) in [(7_200, -7_200), (-10_800, 3_600)] {
+    for (jump, expected) in [(7_200, -7_200), (-10_800, 3_600)] {
         clock.jump_wall(jump).unwrap();
         let now = "select extract(epoch from clock_timestamp())::bigint";
-        let server_offset = is_past(&postgres.sql(now).await.unwrap());
-        assert!((server_offset - behind).abs() < 300, "{server_offset}");
-        let server_offset = is_past(&mariadb.sql("SELECT UNIX_TIMESTAMP()").await.unwrap());
-        assert!((server_offset - behind).abs() < 300, "{server_offset}");
+        let behind = seconds_behind(&postgres.sql(now).await.unwrap());
+        assert!((behind - expected).abs() < 300, "{behind}");
+        let behind = seconds_behind(&mariadb.sql("SELECT UNIX_TIMESTAMP()").await.unwrap());
+        assert!((behind - expected).abs() < 300, "{behind}");
     }
 }
 
@@ -157,7 +157,7 @@ async fn a_killed_mariadb_restarts_with_its_data() {
 }
 
 #[tokio::test]
-async fn a_mariadb_requires_password_and_tls_except_of_the_testkit() {
+async fn a_mariadb_requires_password_and_tls_except_from_the_testkit() {
     let tls = TlsFolder::new().unwrap();
     let options = MariaDbOptions::new().password("secret").tls(&tls).without_fsync();
     let server = MariaDbServer::start_with(options).await.unwrap();
@@ -179,13 +179,12 @@ async fn a_mariadb_requires_password_and_tls_except_of_the_testkit() {
 #[tokio::test]
 async fn sql_servers_that_cannot_start_report_the_reason() {
     let wrong = PostgresOptions::new().settings(&["max_connections=none"]);
-    let output_text = PostgresServer::start_with(wrong).await.unwrap_err().to_string();
-    assert!(output_text.contains("max_connections"), "{output_text}");
-    let output_text =
-        MariaDbServer::start_with(MariaDbOptions::new().args(&["--no-such-thing"])).await;
-    let output_text = output_text.unwrap_err().to_string();
-    assert!(output_text.contains("no-such-thing"), "{output_text}");
+    let error = PostgresServer::start_with(wrong).await.unwrap_err().to_string();
+    assert!(error.contains("max_connections"), "{error}");
+    let error = MariaDbServer::start_with(MariaDbOptions::new().args(&["--no-such-thing"])).await;
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("no-such-thing"), "{error}");
     let missing = PostgresOptions::new().program("/nowhere/postgres");
-    let output_text = PostgresServer::start_with(missing).await.unwrap_err().to_string();
-    assert!(output_text.contains("/nowhere/initdb"), "{output_text}");
+    let error = PostgresServer::start_with(missing).await.unwrap_err().to_string();
+    assert!(error.contains("/nowhere/initdb"), "{error}");
 }

@@ -1,8 +1,8 @@
-//! ZooKeeper servers, single and as an ensemble, as other tests use them. Needs Java and Debian's
+//! Tests the testkit's ZooKeeper servers, single and as an ensemble. Needs Java and Debian's
 //! ZooKeeper package.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::process::Command;
 use std::time::Duration;
@@ -70,8 +70,8 @@ async fn a_session_is_ended_from_a_second_connection() {
         }
         other.end_session(client.session_id().0).await.unwrap();
         within(LIMIT, async { while states.changed().await != SessionState::Expired {} }).await;
-        let recorded = self::client(&other.url(), LIMIT).await;
-        eventually(LIMIT, async || recorded.check_stat("/mine").await.unwrap().is_none()).await;
+        let observer = self::client(&other.url(), LIMIT).await;
+        eventually(LIMIT, async || observer.check_stat("/mine").await.unwrap().is_none()).await;
         other.end_session(client.session_id().0).await.unwrap_err();
     }
 }
@@ -131,10 +131,9 @@ async fn clients_are_counted_and_containers_removed() {
     server.metric("zk_nonsense").await.unwrap_err();
 }
 
-/// Two facts for recipes that order nodes by sequence number. After the maximum number, all later
-/// nodes get the same number. Nodes created concurrently with another one may even get smaller
-/// numbers than all earlier nodes, from -2147483648. Only the transaction ids of their creation
-/// give their order.
+/// After the maximum sequence number, all later nodes get the same number. Concurrently created
+/// nodes may even get numbers from -2147483648, less than those of all earlier nodes. Only the
+/// transaction ids of their creation give their order.
 #[tokio::test]
 async fn sequential_nodes_after_an_overflow_are_ordered_by_their_transactions_alone() {
     let mut server = ZooKeeperServer::start().await.unwrap();
@@ -161,7 +160,7 @@ async fn sequential_nodes_after_an_overflow_are_ordered_by_their_transactions_al
 async fn a_tls_zookeeper_has_an_unencrypted_port_for_the_testkit() {
     let tls = TlsFolder::new().unwrap();
     let server = ZooKeeperServer::start_with(ZooKeeperOptions::new().tls(&tls)).await.unwrap();
-    let hello = Command::new("openssl")
+    let handshake = Command::new("openssl")
         .args([
             "s_client",
             "-brief",
@@ -173,7 +172,7 @@ async fn a_tls_zookeeper_has_an_unencrypted_port_for_the_testkit() {
         .arg(tls.ca_file())
         .output()
         .unwrap();
-    assert!(hello.status.success(), "{hello:?}\n{}", server.output_text());
+    assert!(handshake.status.success(), "{handshake:?}\n{}", server.output_text());
     let addr = server.addr().to_string();
     let plain = Client::connector().with_fail_eagerly().connect(&addr);
     within(LIMIT, plain).await.unwrap_err();
@@ -183,9 +182,9 @@ async fn a_tls_zookeeper_has_an_unencrypted_port_for_the_testkit() {
 #[tokio::test]
 async fn a_zookeeper_that_cannot_start_reports_the_reason() {
     let wrong = ZooKeeperOptions::new().settings(&["tickTime=none"]);
-    let output_text = ZooKeeperServer::start_with(wrong).await.unwrap_err().to_string();
-    assert!(output_text.contains("\"none\""), "{output_text}");
+    let error = ZooKeeperServer::start_with(wrong).await.unwrap_err().to_string();
+    assert!(error.contains("\"none\""), "{error}");
     let missing = ZooKeeperOptions::new().classes("/nowhere/zookeeper.jar");
-    let output_text = ZooKeeperServer::start_with(missing).await.unwrap_err().to_string();
-    assert!(output_text.contains("ClassNotFoundException"), "{output_text}");
+    let error = ZooKeeperServer::start_with(missing).await.unwrap_err().to_string();
+    assert!(error.contains("ClassNotFoundException"), "{error}");
 }

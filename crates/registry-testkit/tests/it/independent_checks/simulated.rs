@@ -41,7 +41,7 @@ pub(crate) enum SimulatedBug {
     TwoUpgradable,
     UpgradeBesideReaders,
     UpgradeKeepsToken,
-    /// Permits are granted if their own units are not more than all.
+    /// A permit is granted if its own units fit, whatever other permits have taken.
     UnitsNotSummed,
 }
 
@@ -86,7 +86,7 @@ struct SimulatedHold {
     hold: UnrecordedHold,
 }
 
-/// A hold without its record, which a conversion uses.
+/// A hold without its [`HoldRecord`], which a conversion consumes.
 #[derive(Clone, Copy)]
 struct UnrecordedHold {
     claim: u64,
@@ -95,6 +95,7 @@ struct UnrecordedHold {
     mode: ClaimMode,
 }
 
+/// What a request did in the store. The client has not received the response yet.
 enum Effect {
     Granted { claim: u64, token: u64 },
     Busy,
@@ -142,7 +143,7 @@ fn simulate_with(seed: Seed, bug: Option<SimulatedBug>, modes: &'static [ClaimMo
         recorder: Recorder::new(move || clock.load(Ordering::Relaxed)),
         store: SimulatedStore { held: Vec::new(), claims: 0, newest_token: 0, newest_write: 0 },
     };
-    if lock.is_quiet() {
+    if lock.is_lossless() {
         lock.lease *= 1_000;
     }
     let mut clients: Vec<SimulatedClient> = (0..CLIENTS).map(|_| SimulatedClient::Idle).collect();
@@ -171,15 +172,15 @@ impl SimulatedLock {
         self.rng.u8(..n) == 0
     }
 
-    /// A false "busy" answer is detectable only if no outcome is unknown, so this bug disables all
-    /// losses.
-    fn is_quiet(&self) -> bool {
+    /// Returns whether no reply, client or lease is lost. A false "busy" answer is detectable only
+    /// if no outcome is unknown.
+    fn is_lossless(&self) -> bool {
         self.bug == Some(SimulatedBug::OutageReportedAsBusy)
     }
 
     /// Returns whether a reply or a client is lost in this step.
     fn is_lost(&mut self) -> bool {
-        !self.is_quiet() && self.one_in(10)
+        !self.is_lossless() && self.one_in(10)
     }
 
     fn step(&mut self, number: u32, client: SimulatedClient) -> SimulatedClient {
@@ -273,7 +274,7 @@ impl SimulatedLock {
         Some(Effect::Granted { claim, token })
     }
 
-    /// Returns whether a claim of `mode` may hold the lock beside all others except `own`.
+    /// Returns whether a claim of `mode` is compatible with all held claims except `own`.
     fn fits(&self, mode: ClaimMode, own: Option<u64>) -> bool {
         let others = || self.store.held.iter().filter(|(claim, ..)| Some(*claim) != own);
         let taken: u32 = others().map(|(.., held)| held.units()).sum();
@@ -326,7 +327,7 @@ impl SimulatedLock {
                 hold,
             });
         };
-        // The lease before is a safe limit: a conversion does not shorten it.
+        // A conversion never shortens a lease, so the previous end is a safe limit.
         let valid_for = Duration::from_nanos(hold.until.saturating_sub(self.now()));
         let record = convert_record.granted(FencingToken::new(token), || valid_for);
         let hold = UnrecordedHold { claim, token, mode: converted(hold.mode), ..hold };
