@@ -124,7 +124,7 @@ enum FlushMode {
 }
 
 /// The number of tokens that each grant of the references reserves.
-const BLOCK: i64 = 33;
+const BLOCK: i64 = 65;
 const LEASE_MICROS: i64 = 30_000_000;
 const CLAIM: [u8; 16] = [7; 16];
 

@@ -57,8 +57,8 @@ fn main() {
         let clock = AtomicI64::new(0);
         let reference = || async {
             let mut connection = connection.lock().await;
-            // Tokens follow this clock, and must grow by the 33 tokens that a grant of this
-            // reference reserves. In real time, a pair may take less than 33 µs.
+            // Tokens follow this clock, and must grow by the 65 tokens that a grant of this
+            // reference reserves. In real time, a pair may take less than 65 µs.
             let now = clock.fetch_add(100, Ordering::Relaxed);
             let claim = [7_u8; 16];
             let boot = [0_u8; 16];
@@ -67,7 +67,7 @@ fn main() {
                 .bind(b"orders/42".as_slice())
                 .bind(claim.as_slice())
                 .bind(now)
-                .bind(33_i64)
+                .bind(65_i64)
                 .bind(None::<String>)
                 .bind(now)
                 .bind(now + 30_000_000)
