@@ -1,4 +1,5 @@
-//! Precedence of option sources, validation, and redaction of secrets.
+//! `RegistryConfig`, `connect` and `redact_url`: precedence of option sources, validation, and
+//! redaction of secrets. No test contacts a server.
 
 use std::time::Duration;
 
@@ -59,8 +60,8 @@ async fn values_from_code_are_checked_too() {
     }
 }
 
-/// The check refuses everything that a store would refuse without a request to its server. This
-/// separates an invalid configuration from an unreachable store.
+/// `check` refuses everything that a store would refuse without a request to its server. An error
+/// of `check` therefore always means an invalid configuration, never an unreachable store.
 #[cfg(all(
     feature = "postgres",
     feature = "mysql",
@@ -157,7 +158,7 @@ fn a_registry_outside_a_runtime_is_an_error_not_a_panic() {
     let mut connecting = std::pin::pin!(connect("memory:"));
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     let std::task::Poll::Ready(outcome) = connecting.as_mut().poll(&mut cx) else {
-        panic!("it waits")
+        panic!("the future is pending")
     };
     assert!(matches!(outcome, Err(ConfigError::NoRuntime)), "{outcome:?}");
 }
@@ -246,7 +247,7 @@ mod sqlite {
 }
 
 #[cfg(feature = "config")]
-mod texts {
+mod toml_and_variables {
     use super::*;
 
     #[test]
@@ -318,8 +319,8 @@ mod texts {
         }
         let vars = [("LOCK_REGISTRY_LOG", "debug"), ("LOCK_REGISTRIES", "x"), ("PATH", "/bin")];
         assert!(RegistryConfig::new().with_vars(vars).is_ok());
-        let nearest = RegistryConfig::new().with_vars([("LOCK_REGISTRY_XYZZY", "1")]).unwrap_err();
-        assert!(matches!(nearest, ConfigError::Unknown { nearest: None, .. }), "{nearest:?}");
+        let error = RegistryConfig::new().with_vars([("LOCK_REGISTRY_XYZZY", "1")]).unwrap_err();
+        assert!(matches!(error, ConfigError::Unknown { nearest: None, .. }), "{error:?}");
     }
 
     #[test]

@@ -35,14 +35,14 @@ async fn two_registries_of_a_cluster_exclude_each_other_and_see_the_holder() {
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let capabilities = one.capabilities();
     assert_eq!((capabilities.class, capabilities.fair), (GuaranteeClass::Durable, true));
-    // Agrees with the minimum that the check of the configuration allows.
+    // `RegistryConfig::check` allows the same minimum.
     assert_eq!(capabilities.lease_min, Duration::from_secs(2));
     let guard = one.obtain("orders/42").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("orders/42").try_lock().await.unwrap().is_none());
     let holder = other.obtain("orders/42").holders().await.unwrap().remove(0);
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
-    // The end of the preceding waiter ends the wait long before the poll.
+    // The deletion of the holder's queue entry ends the wait long before the poll.
     let waiter = tokio::spawn(async move {
         other.obtain("orders/42").lock().await.unwrap().unlock().await.unwrap();
     });
@@ -99,7 +99,7 @@ async fn unreachable_members_are_skipped() {
     let mut gone = EtcdServer::start().await.unwrap();
     let server = EtcdServer::start().await.unwrap();
     gone.kill();
-    // Repeated, so that each member is tried first at times.
+    // Repeated, so that some rounds try the unreachable member first.
     for _ in 0..8 {
         let url = format!("etcd://{},{}", gone.addr(), server.addr());
         let registry = connect(&url).await.unwrap();
@@ -137,13 +137,13 @@ async fn connections_are_encrypted_and_verified() {
     let url = format!("{encrypted}?ca={ca}&cert={cert}&key={key}");
     let registry = connect(&url).await.unwrap();
     registry.obtain("key").lock().await.unwrap().unlock().await.unwrap();
-    // Without the authority, without a certificate, and without encryption.
-    let unknown = format!("{encrypted}?cert={cert}&key={key}");
-    assert_eq!(refused(&unknown).await, BackendErrorKind::Misconfigured);
+    // Without the certificate authority, without a client certificate, and without encryption.
+    let without_ca = format!("{encrypted}?cert={cert}&key={key}");
+    assert_eq!(refused(&without_ca).await, BackendErrorKind::Misconfigured);
     assert_ne!(refused(&format!("{encrypted}?ca={ca}")).await, BackendErrorKind::Protocol);
     assert_eq!(refused(&format!("etcd://{}", server.addr())).await, BackendErrorKind::Transient);
-    // A member without encryption closes the connection without an answer, like one that is just
-    // stopping.
+    // A member without encryption closes the connection without a response, like a member that is
+    // shutting down.
     let plain = EtcdServer::start().await.unwrap();
     let kind = refused(&format!("etcds://{}?ca={ca}", plain.addr())).await;
     assert_eq!(kind, BackendErrorKind::Transient);

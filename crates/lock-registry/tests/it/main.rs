@@ -1,4 +1,4 @@
-//! Configuration of each store by URL, environment, file and code.
+//! The facade: configuration of each store by URL, environment, file and code, and the tower layer.
 
 mod config;
 mod tower;

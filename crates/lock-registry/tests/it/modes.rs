@@ -1,7 +1,7 @@
-//! The kinds of locks in a database server, set by one option of the URL. Needs PostgreSQL and
-//! MariaDB.
+//! The option `mode` of URLs of database servers: locks with leases, session locks and row locks.
+//! Tested with PostgreSQL and MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::time::Duration;
 
@@ -38,13 +38,13 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
     ] {
         let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
-        let mut data = PgConnection::connect(&server.url()).await.unwrap();
-        let mut tx = data.begin().await.unwrap();
+        let mut connection = PgConnection::connect(&server.url()).await.unwrap();
+        let mut tx = connection.begin().await.unwrap();
         let locked = registry.lock_in(&mut tx, "orders/42").await;
         assert_eq!(locked.unwrap().key(), "orders/42");
     }
     let long = connect(&format!("{}?mode=session&lease=5m", server.url())).await;
-    assert!(long.is_err(), "the server would not wait that long for a sign of life");
+    assert!(long.is_err(), "a lock in session mode cannot have a lease of five minutes");
 }
 
 #[tokio::test]
@@ -57,10 +57,10 @@ async fn locks_in_mariadb_are_leases_or_end_with_a_connection() {
     ] {
         let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
-        let mut data = MySqlConnection::connect(&server.url()).await.unwrap();
-        let mut tx = data.begin().await.unwrap();
+        let mut connection = MySqlConnection::connect(&server.url()).await.unwrap();
+        let mut tx = connection.begin().await.unwrap();
         let locked = registry.lock_in(&mut tx, "orders/42").await;
-        let named = matches!(locked, Err(LockInError::Unsupported { .. }));
-        assert_eq!(named, query == "mode=session", "{locked:?}");
+        let is_unsupported = matches!(locked, Err(LockInError::Unsupported { .. }));
+        assert_eq!(is_unsupported, query == "mode=session", "{locked:?}");
     }
 }

@@ -38,8 +38,8 @@ async fn a_url_selects_a_server_and_a_guard_fences_a_transaction_in_it() {
     let guard = first.obtain("orders/42").lock().await.unwrap();
     assert!(second.obtain("orders/42").try_lock().await.unwrap().is_none());
     server.sql("CREATE TABLE orders (id INT PRIMARY KEY) ENGINE = InnoDB").await.unwrap();
-    let mut data = MySqlConnection::connect(&server.url()).await.unwrap();
-    let mut transaction = data.begin().await.unwrap();
+    let mut connection = MySqlConnection::connect(&server.url()).await.unwrap();
+    let mut transaction = connection.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     sqlx::query("INSERT INTO orders VALUES (42)").execute(&mut *transaction).await.unwrap();
     transaction.commit().await.unwrap();
@@ -84,11 +84,11 @@ async fn only_the_certificate_authority_in_the_file_is_trusted() {
     let (trusted, untrusted) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
     let options = MariaDbOptions::new().password(CANARY).tls(&trusted);
     let server = MariaDbServer::start_with(options).await.unwrap();
-    let with =
+    let url_with_ca =
         |directory: &TlsFolder| format!("{}?ca={}", server.url(), directory.ca_file().display());
-    let registry = connect(&with(&trusted)).await.unwrap();
+    let registry = connect(&url_with_ca(&trusted)).await.unwrap();
     registry.obtain("k").lock().await.unwrap().unlock().await.unwrap();
-    assert_eq!(refused(&with(&untrusted)).await, BackendErrorKind::Misconfigured);
+    assert_eq!(refused(&url_with_ca(&untrusted)).await, BackendErrorKind::Misconfigured);
     assert_eq!(
         refused(&format!("{}?sslmode=disable", server.url())).await,
         BackendErrorKind::Denied

@@ -115,7 +115,7 @@ async fn a_user_logs_in_with_name_and_password() {
     }
 }
 
-/// Waits until the server's answer to `command` contains `part`.
+/// Waits until the server's response to `command` contains `part`.
 async fn wait_for_reply(command: &str, server: &RedisServer, part: &str) {
     let polling = async {
         while !server.send_command(command).await.unwrap().contains(part) {
@@ -137,7 +137,7 @@ async fn the_acl_rules_of_the_book_permit_every_operation() {
     let url = format!("redis://worker:canary@{}?poll=1h&lease=60s&timeout=60s", server.addr());
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
-    // Waits for a message, which this user may receive.
+    // Only the release message ends this wait, so the user must have the right to receive it.
     let waiter = tokio::spawn(async move {
         other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
         other
@@ -152,7 +152,7 @@ async fn the_acl_rules_of_the_book_permit_every_operation() {
     assert!(!findings.is_empty());
     assert!(other.force_release("key").await.unwrap());
     drop(guard);
-    // A short lease that is held longer, so that it is renewed.
+    // The lock is held for longer than its lease, so the registry must renew it.
     let short = connect(&format!("redis://worker:canary@{}?lease=300ms", server.addr())).await;
     let short = short.unwrap();
     let guard = short.obtain("renewed").try_lock().await.unwrap().unwrap();
@@ -250,7 +250,7 @@ async fn redis_options_are_accepted_from_every_source() {
     }
     let registry = config.connect().await.unwrap();
     locks_and_unlocks(&registry).await;
-    // Kept for two days after the last grant.
+    // The token is kept for two days after the last grant.
     let left = server.send_command("PTTL lock-registry:{key}:token").await.unwrap();
     let left: u64 = left.trim_start_matches(':').trim().parse().expect("a time in milliseconds");
     assert!(left > 47 * 60 * 60 * 1_000, "{left}");

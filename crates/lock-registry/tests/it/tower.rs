@@ -1,4 +1,5 @@
-//! Guarantees for requests under a lock.
+//! The tower layer over the in-process store: which requests run at the same time, and which errors
+//! their callers receive.
 #![cfg(feature = "tower")]
 #![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
@@ -20,8 +21,8 @@ use tower_service::Service;
 
 type BoxFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
-/// A service that signals its start, waits for permission to continue, and limits the number of
-/// concurrent requests.
+/// A service that signals the start of each request and waits until the test resumes it. Panics if
+/// more than `at_once_max` requests run at the same time.
 #[derive(Clone)]
 struct SlowService(Arc<RequestState>);
 
@@ -56,12 +57,15 @@ impl Service<&'static str> for SlowService {
 
 type KeyOf = fn(&&'static str) -> String;
 
-async fn locked(wait: Duration) -> (Registry, SlowService, LockService<SlowService, KeyOf>) {
-    locked_in(ClaimMode::Exclusive, 1, wait).await
+/// Returns a service whose requests of one key exclude each other.
+async fn exclusive_service(
+    wait: Duration,
+) -> (Registry, SlowService, LockService<SlowService, KeyOf>) {
+    service_in_mode(ClaimMode::Exclusive, 1, wait).await
 }
 
-/// The key of a request is its last word.
-async fn locked_in<M: Clone>(
+/// Returns a service that locks the last word of a request, in `mode`.
+async fn service_in_mode<M: Clone>(
     mode: M,
     at_once_max: usize,
     wait: Duration,
@@ -110,7 +114,7 @@ fn assert_busy(outcome: Result<&'static str, LockServiceError<Infallible>>) {
 
 #[tokio::test]
 async fn requests_of_one_key_run_one_after_the_other() {
-    let (registry, slow, service) = locked(Duration::from_secs(60)).await;
+    let (registry, slow, service) = exclusive_service(Duration::from_secs(60)).await;
     let calls: Vec<_> = (0..4).map(|_| tokio::task::spawn(call(service.clone(), "a"))).collect();
     for _ in &calls {
         slow.0.started.notified().await;
@@ -125,7 +129,7 @@ async fn requests_of_one_key_run_one_after_the_other() {
 
 #[tokio::test]
 async fn a_busy_key_is_a_separate_error() {
-    let (registry, _slow, service) = locked(Duration::ZERO).await;
+    let (registry, _slow, service) = exclusive_service(Duration::ZERO).await;
     let guard = registry.obtain("a").lock().await.unwrap();
     assert_busy(call(service, "a").await);
     guard.unlock().await.unwrap();
@@ -133,7 +137,7 @@ async fn a_busy_key_is_a_separate_error() {
 
 #[tokio::test]
 async fn a_lost_lock_stops_the_request() {
-    let (registry, slow, service) = locked(Duration::ZERO).await;
+    let (registry, slow, service) = exclusive_service(Duration::ZERO).await;
     let running = start(&slow, &service, "a").await;
     _ = registry.close(Duration::ZERO).await;
     let error = running.await.unwrap().unwrap_err();
@@ -143,7 +147,7 @@ async fn a_lost_lock_stops_the_request() {
 
 #[tokio::test]
 async fn an_invalid_key_is_refused_before_the_service_starts() {
-    let (_registry, _slow, service) = locked(Duration::ZERO).await;
+    let (_registry, _slow, service) = exclusive_service(Duration::ZERO).await;
     let error = call(service, "").await.unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::InvalidKey(_))), "{error:?}");
 }
@@ -154,7 +158,7 @@ async fn reads_run_at_once_and_writes_run_alone() {
         Some("read") => ClaimMode::Shared,
         _ => ClaimMode::Exclusive,
     };
-    let (registry, slow, service) = locked_in(mode, 2, Duration::ZERO).await;
+    let (registry, slow, service) = service_in_mode(mode, 2, Duration::ZERO).await;
     let reads = [start(&slow, &service, "read a").await, start(&slow, &service, "read a").await];
     assert_busy(call(service.clone(), "write a").await);
     slow.0.resume.add_permits(2);
@@ -172,7 +176,7 @@ async fn reads_run_at_once_and_writes_run_alone() {
 #[tokio::test]
 async fn a_semaphore_limits_the_requests_that_run_at_once() {
     let mode = ClaimMode::Permits { take: 1, of: 2 };
-    let (registry, slow, service) = locked_in(mode, 2, Duration::ZERO).await;
+    let (registry, slow, service) = service_in_mode(mode, 2, Duration::ZERO).await;
     let running = [start(&slow, &service, "a").await, start(&slow, &service, "a").await];
     assert_busy(call(service.clone(), "a").await);
     slow.0.resume.add_permits(2);

@@ -1,4 +1,5 @@
-//! Guarantees for HTTP requests under a lock, with axum.
+//! The tower layer for HTTP with axum, over the in-process store: the status of requests without a
+//! lock, and the token of requests with one.
 #![cfg(feature = "http")]
 #![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
@@ -23,7 +24,7 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinHandle;
 use tower_service::Service;
 
-/// What the handler signals and waits for.
+/// The signals between a test and the handler [`respond_with_token`].
 struct Handler {
     started: Notify,
     resume: Semaphore,
@@ -35,8 +36,8 @@ impl Handler {
     }
 }
 
-/// Responds with the token, after the test has allowed it.
-async fn change(
+/// Responds with the token of the lock, after the test has resumed the request.
+async fn respond_with_token(
     State(handler): State<Arc<Handler>>,
     Path(_): Path<String>,
     token: Option<Extension<FencingToken>>,
@@ -46,7 +47,7 @@ async fn change(
     token.map_or_else(|| "no lock".to_owned(), |Extension(token)| token.to_string())
 }
 
-/// Orders have numbers, and `/status` needs no lock.
+/// Returns the key of `/orders/NUMBER`. Other paths need no lock.
 fn key_of(request: &Request) -> Result<Option<String>, ParseIntError> {
     match request.uri().path().strip_prefix("/orders/") {
         None => Ok(None),
@@ -63,8 +64,8 @@ fn layer(registry: &Registry) -> LockLayer<KeyOf> {
 /// Returns the router without its layer.
 fn routes(handler: &Arc<Handler>) -> Router {
     Router::new()
-        .route("/orders/{order}", post(change))
-        .route("/{page}", post(change))
+        .route("/orders/{order}", post(respond_with_token))
+        .route("/{page}", post(respond_with_token))
         .with_state(Arc::clone(handler))
 }
 
@@ -142,7 +143,7 @@ async fn a_request_without_a_key_runs_without_a_lock() {
     let (registry, handler, router) = app();
     let first = start(&handler, &router, "/status").await;
     let second = start(&handler, &router, "/status").await;
-    // Even while the registry gives no locks.
+    // A closed registry grants no locks.
     _ = registry.close(Duration::ZERO).await;
     handler.resume.add_permits(2);
     for response in [first.await.unwrap(), second.await.unwrap()] {
@@ -152,7 +153,7 @@ async fn a_request_without_a_key_runs_without_a_lock() {
 
 #[tokio::test]
 async fn a_request_without_a_valid_key_is_refused_before_the_handler() {
-    // The handler would wait forever.
+    // If a request reached the handler, the handler would wait forever.
     let (registry, handler, router) = app();
     assert_refused(&send(&router, "/orders/first").await, StatusCode::BAD_REQUEST, None);
     let empty = LockLayer::new(Arc::new(registry), |_: &Request| "").http();
@@ -229,7 +230,7 @@ async fn the_response_can_be_chosen() {
 }
 
 #[tokio::test]
-async fn without_the_flavour_for_http_a_request_fails_with_a_typed_error() {
+async fn a_layer_without_http_fails_requests_with_a_typed_error() {
     let (registry, handler) = (Registry::in_memory().unwrap(), Handler::new());
     let mut service = tower_layer::Layer::layer(&layer(&registry), routes(&handler));
     let request = |path| Request::post(path).body(Body::empty()).unwrap();

@@ -154,13 +154,14 @@ mod encrypted {
         let directory = TlsFolder::new().unwrap();
         let options = ZooKeeperOptions::new().tls(&directory);
         let server = ZooKeeperServer::start_with(options).await.unwrap();
-        let ca = |ca: std::path::PathBuf| format!("zks://{}?ca={}", server.addr(), ca.display());
-        let trusted = format!("{}&connect_timeout=20s", ca(directory.ca_file()));
+        let url_with_ca =
+            |ca: std::path::PathBuf| format!("zks://{}?ca={}", server.addr(), ca.display());
+        let trusted = format!("{}&connect_timeout=20s", url_with_ca(directory.ca_file()));
         locks_and_unlocks(&connect(&trusted).await.unwrap()).await;
         let untrusted = TlsFolder::new().unwrap();
-        // The client retries until then.
-        refused(&format!("{}&connect_timeout=3s", ca(untrusted.ca_file()))).await;
-        // Over an unencrypted connection the server does not answer.
+        // The client retries until `connect_timeout`.
+        refused(&format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()))).await;
+        // The server sends no response over an unencrypted connection.
         refused(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
     }
 

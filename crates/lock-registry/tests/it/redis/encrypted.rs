@@ -10,7 +10,8 @@ use registry_testkit::tls::TlsFolder;
 use super::several::assert_locks;
 use super::{CANARY, refused};
 
-fn ca(directory: &TlsFolder) -> String {
+/// Returns the options of a URL that trusts the certificate authority in `directory`.
+fn ca_query(directory: &TlsFolder) -> String {
     format!("ca={}&lease=60s&timeout=60s&connect_timeout=60s", directory.ca_file().display())
 }
 
@@ -19,8 +20,8 @@ async fn only_the_certificate_authority_in_the_file_is_trusted() {
     let (trusted, untrusted) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
     let server = RedisServer::start_tls(&trusted, &["--requirepass", "canary"]).await.unwrap();
     let url = server.url().replace("://", "://:canary@");
-    assert_locks(&format!("{url}?{}", ca(&trusted)), GuaranteeClass::Volatile).await;
-    for url in [format!("{url}?{}", ca(&untrusted)), url.clone()] {
+    assert_locks(&format!("{url}?{}", ca_query(&trusted)), GuaranteeClass::Volatile).await;
+    for url in [format!("{url}?{}", ca_query(&untrusted)), url.clone()] {
         refused(&url).await;
     }
     refused(&url.replace("rediss:", "redis:")).await;
@@ -30,7 +31,7 @@ async fn only_the_certificate_authority_in_the_file_is_trusted() {
 async fn a_client_certificate_is_sent() {
     let directory = TlsFolder::new().unwrap();
     let server = RedisServer::start_tls(&directory, &["--tls-auth-clients", "yes"]).await.unwrap();
-    let anonymous = format!("{}?{}", server.url(), ca(&directory));
+    let anonymous = format!("{}?{}", server.url(), ca_query(&directory));
     refused(&anonymous).await;
     let (cert, key) = (directory.client_cert_file(), directory.client_key_file());
     let named = format!("{anonymous}&cert={}&key={}", cert.display(), key.display());
@@ -42,19 +43,21 @@ async fn every_topology_supports_tls() {
     let directory = TlsFolder::new().unwrap();
     let options = RedisOptions::new().tls(&directory);
     let quorum = RedisQuorum::start_with(3, &options).await.unwrap();
-    assert_locks(&format!("{}?{}", quorum.url(), ca(&directory)), GuaranteeClass::BestEffort).await;
+    assert_locks(&format!("{}?{}", quorum.url(), ca_query(&directory)), GuaranteeClass::BestEffort)
+        .await;
     drop(quorum);
     let setup = SentinelSetup::start_with(&SentinelOptions::new().servers(options.clone())).await;
     let setup = setup.unwrap();
-    assert_locks(&format!("{}?{}", setup.url(), ca(&directory)), GuaranteeClass::BestEffort).await;
+    assert_locks(&format!("{}?{}", setup.url(), ca_query(&directory)), GuaranteeClass::BestEffort)
+        .await;
     drop(setup);
     let cluster = RedisCluster::start_with(&options).await.unwrap();
-    assert_locks(&format!("{}?{}", cluster.url(), ca(&directory)), GuaranteeClass::BestEffort)
+    assert_locks(&format!("{}?{}", cluster.url(), ca_query(&directory)), GuaranteeClass::BestEffort)
         .await;
 }
 
 #[tokio::test]
-async fn an_invalid_file_is_refused_before_any_io() {
+async fn an_invalid_file_is_refused_before_any_connection() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = directory.path().join(name);

@@ -1,4 +1,5 @@
-//! Stores of several Redis servers, and one server at a socket, opened by URL.
+//! Redis by URL, on real servers: sentinels, a cluster, a quorum, a Unix socket, layouts, and
+//! required replicas.
 
 use std::time::Duration;
 
@@ -12,12 +13,12 @@ use registry_testkit::redis::{
 use super::CANARY;
 use super::{locks_and_unlocks, refused};
 
-/// Asserts that two registries of this URL exclude each other, return the holder, and can break a
-/// lock.
+/// Asserts that two registries of this URL exclude each other, list the held keys, and can force
+/// the release of a lock.
 pub(crate) async fn assert_locks(url: &str, class: GuaranteeClass) {
     let (one, other) = (connect(url).await.unwrap(), connect(url).await.unwrap());
     assert_eq!(one.capabilities().class, class, "{url}");
-    // Several keys, so that a cluster has them on different masters.
+    // Several keys, so that a cluster stores them on different masters.
     let keys = ["a", "b", "c", "orders/42"];
     let mut guards = Vec::new();
     for key in keys {
@@ -46,7 +47,7 @@ pub(crate) async fn assert_locks(url: &str, class: GuaranteeClass) {
     locks_and_unlocks(&other).await;
 }
 
-/// Long leases and time-outs, for loaded machines.
+/// So long that a loaded machine does not end a lease or a request.
 const LONG_TIMEOUTS: &str = "lease=60s&timeout=60s&connect_timeout=60s";
 
 #[tokio::test]
@@ -71,7 +72,7 @@ async fn sentinels_report_the_master_and_have_a_separate_login() {
 
     #[cfg(feature = "config")]
     {
-        // The sentinels' password comes from another source than the servers' password.
+        // The sentinels' password comes from the environment, the servers' password from the URL.
         let config = lock_registry::RegistryConfig::new().url(&url).with_vars([
             ("LOCK_REGISTRY_SENTINEL_USER", "watcher"),
             ("LOCK_REGISTRY_SENTINEL_PASSWORD", "canary2"),
@@ -126,7 +127,7 @@ async fn a_server_is_reachable_by_its_unix_socket() {
     let path = path.to_str().unwrap().replace(' ', "%20");
     assert_locks(&format!("redis+unix://:canary@{path}?{LONG_TIMEOUTS}"), GuaranteeClass::Volatile)
         .await;
-    // The port and the socket reach the same locks; another database has its own.
+    // The port and the socket lead to the same locks. Another database has separate locks.
     let by_port = connect(&format!("redis://:canary@{}", server.addr())).await.unwrap();
     let by_socket = connect(&format!("redis+unix://default:canary@{path}")).await.unwrap();
     let guard = by_socket.obtain("key").try_lock().await.unwrap().unwrap();
@@ -151,8 +152,8 @@ async fn the_layout_determines_the_names_of_keys() {
     ] {
         let registry = connect(&format!("{}?{options}", server.url())).await.unwrap();
         let guard = registry.obtain("key").try_lock().await.unwrap().unwrap();
-        let there = server.send_command(&format!("EXISTS {name}")).await.unwrap();
-        assert_eq!(there.trim(), ":1", "{options}");
+        let reply = server.send_command(&format!("EXISTS {name}")).await.unwrap();
+        assert_eq!(reply.trim(), ":1", "{options}");
         assert_eq!(registry.capabilities().labels, options == "layout=native");
         guard.unlock().await.unwrap();
     }
@@ -165,7 +166,7 @@ async fn a_grant_without_the_required_replicas_is_a_retryable_error() {
     let registry = connect(&url).await.unwrap();
     let error = registry.obtain("key").try_lock().await.unwrap_err();
     assert!(error.is_retryable(), "{}", error_text(&error));
-    let alone = connect(&server.url()).await.unwrap();
-    let free = async || alone.obtain("key").try_lock().await.unwrap().is_some();
-    registry_testkit::eventually(Duration::from_secs(60), free).await;
+    let without_replicas = connect(&server.url()).await.unwrap();
+    let is_free = async || without_replicas.obtain("key").try_lock().await.unwrap().is_some();
+    registry_testkit::eventually(Duration::from_secs(60), is_free).await;
 }
