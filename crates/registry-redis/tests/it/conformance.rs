@@ -21,13 +21,13 @@ use tokio::time::{Instant, sleep};
 
 /// Long, because the suite has its own time limits.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// How long opening is repeated.
+/// How long the opening of a client is retried.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
 
 /// A set of servers of one kind.
 #[async_trait]
 trait ServerSet: Debug + Send + Sync + Sized + 'static {
-    /// Whether attempts of several clients may block each other.
+    /// Whether concurrent attempts may split the votes, so that none has a majority.
     const MAY_SPLIT_VOTES: bool = false;
 
     async fn begin() -> Self;

@@ -102,7 +102,7 @@ async fn closed_connections_and_flushed_scripts_lose_no_lock() {
     let guard = registry_a.obtain("k").lock().await.unwrap();
     for command in ["CLIENT KILL TYPE normal", "SCRIPT FLUSH", "CLIENT KILL TYPE normal"] {
         server.send_command(command).await.unwrap();
-        // The first command after the cut may be the one that detects it.
+        // The first command after the disconnection may fail, because it detects the disconnection.
         eventually(LONG, async || guard.extend(secs(30)).await.is_ok()).await;
         eventually(LONG, async || matches!(registry_b.obtain("k").try_lock().await, Ok(None)))
             .await;
@@ -195,7 +195,7 @@ async fn after_an_outage_claims_are_verified_as_soon_as_the_server_is_back() {
     let verified = || backend.verified.load(Ordering::Relaxed);
     server.kill();
     eventually(LONG, async || verified() > 0).await;
-    // Long enough for the connection attempt to fail at first.
+    // Long enough for the first attempts to reconnect to fail.
     tokio::time::sleep(secs(1)).await;
     let before = verified();
     server.start_again().await.unwrap();
@@ -287,7 +287,7 @@ async fn a_key_that_is_used_once_leaves_no_permanent_record() {
     };
     eventually(LONG, async || server.send_command("DBSIZE").await.unwrap() == ":0\r\n").await;
     let guard = registry_a.obtain("k").lock_with(options).await.unwrap();
-    assert!(guard.fencing_token() > token, "tokens grow on though the last one is is_existing");
+    assert!(guard.fencing_token() > token, "tokens still grow after the last token was deleted");
 }
 
 #[tokio::test]
@@ -313,7 +313,7 @@ async fn a_refused_login_is_reported_without_the_password() {
     RedisBackend::open(config).await.unwrap();
 }
 
-/// Opens a connection that changes the server's settings.
+/// Opens a connection over which the test changes the server's settings.
 async fn connect_as_operator(server: &RedisServer, login: &str) -> TcpStream {
     let mut stream = TcpStream::connect(server.addr()).await.unwrap();
     send_line(&mut stream, login).await;
@@ -322,12 +322,12 @@ async fn connect_as_operator(server: &RedisServer, login: &str) -> TcpStream {
 
 async fn send_line(stream: &mut TcpStream, command: &str) -> String {
     stream.write_all(format!("{command}\r\n").as_bytes()).await.unwrap();
-    let mut answer = vec![0; 4_096];
-    let read = stream.read(&mut answer).await.unwrap();
-    String::from_utf8_lossy(&answer[..read]).into_owned()
+    let mut reply = vec![0; 4_096];
+    let read = stream.read(&mut reply).await.unwrap();
+    String::from_utf8_lossy(&reply[..read]).into_owned()
 }
 
-/// The server's password and the client's may be changed one after the other.
+/// An operator may change the server's password before or after the client's.
 #[tokio::test]
 async fn a_temporarily_refused_login_is_retried() {
     let server = RedisServer::start(&["--requirepass", "old"]).await.unwrap();
@@ -368,11 +368,11 @@ impl StateDroppingRouter {
                 loop {
                     let (mut client, _) = listener.accept().await.unwrap();
                     let mut server = TcpStream::connect(server).await.unwrap();
-                    let is_existing = !is_dropping.load(Ordering::SeqCst);
+                    let predates_drop = !is_dropping.load(Ordering::SeqCst);
                     let is_dropping = Arc::clone(&is_dropping);
                     routes.spawn(async move {
                         let state_dropped = async {
-                            while !(is_existing && is_dropping.load(Ordering::SeqCst)) {
+                            while !(predates_drop && is_dropping.load(Ordering::SeqCst)) {
                                 tokio::time::sleep(Duration::from_millis(5)).await;
                             }
                         };
@@ -409,7 +409,7 @@ async fn an_unresponsive_connection_is_replaced() {
     let registry_a = Registry::builder(Arc::new(backend)).lease(secs(60)).build().unwrap();
     let guard = registry_a.obtain("k").lock().await.unwrap();
     router.drop_state();
-    // The router takes a while to drop its connections.
+    // The router drops the state only when it next checks the flag.
     eventually(LONG, async || guard.extend(secs(60)).await.is_err()).await;
     eventually(LONG, async || guard.extend(secs(60)).await.is_ok()).await;
     guard.unlock().await.unwrap();
@@ -433,19 +433,19 @@ async fn a_lock_with_a_lease_of_five_seconds_survives_an_unresponsive_connection
     guard.unlock().await.unwrap();
 }
 
-/// A slow server answers late over any connection.
+/// A new connection to a slow server would be as slow as the old one.
 #[tokio::test]
 async fn a_slow_server_keeps_its_connection() {
     let server = RedisServer::start(&[]).await.unwrap();
     let registry_a = open(&server, |builder| builder.lease(secs(60)).timeout(secs(30))).await;
     let guard = registry_a.obtain("k").lock().await.unwrap();
-    let id = async || {
+    let connection_id = async || {
         let clients = server.send_command("CLIENT LIST").await.unwrap();
         let client =
             clients.lines().find(|line| line.contains("lib-name=") || line.contains("eval"));
         client.and_then(|line| line.split(' ').next()).map(str::to_owned)
     };
-    let before = id().await.unwrap();
+    let before = connection_id().await.unwrap();
     server.pause().unwrap();
     let renewing = tokio::spawn(async move {
         guard.extend(secs(60)).await.unwrap();
@@ -454,12 +454,12 @@ async fn a_slow_server_keeps_its_connection() {
     tokio::time::sleep(Duration::from_millis(2_500)).await;
     server.resume().unwrap();
     let guard = within(LONG, renewing).await.unwrap();
-    assert_eq!(id().await.unwrap(), before);
+    assert_eq!(connection_id().await.unwrap(), before);
     guard.unlock().await.unwrap();
 }
 
-/// Its host name may lead to another server at any time, so the client reconnects, but not after
-/// each refusal.
+/// The server's host name may lead to another server at any time, so the client reconnects. It does
+/// not reconnect after each refusal.
 #[tokio::test]
 async fn a_server_that_has_become_a_replica_is_not_flooded_with_connections() {
     let (server, other) =
@@ -481,7 +481,8 @@ async fn a_server_that_has_become_a_replica_is_not_flooded_with_connections() {
     assert!(new_connections < 30, "{new_connections} connections for 300 refusals");
 }
 
-/// Servers give new users no channel permissions. Without them only wake-ups are missing.
+/// By default, servers give new users no channel permissions. Such a user receives no wake-ups, and
+/// everything else works.
 #[tokio::test]
 async fn a_user_without_channel_permissions_can_lock_and_gets_a_warning() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -577,8 +578,8 @@ async fn closing_one_registry_keeps_the_subscriptions_of_the_others() {
     assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
 }
 
-/// A managed service may assign a host name to another server while the old server remains as its
-/// replica.
+/// A managed service may assign a host name to another server while the old server remains as the
+/// new server's replica.
 #[tokio::test]
 async fn a_host_name_that_moves_to_another_server_is_followed() {
     let (old, new) =
@@ -586,7 +587,7 @@ async fn a_host_name_that_moves_to_another_server_is_followed() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
     let moved = Arc::new(AtomicBool::new(false));
-    let name = tokio::spawn({
+    let forwarder = tokio::spawn({
         let (moved, old, new) = (Arc::clone(&moved), old.addr(), new.addr());
         async move {
             let mut routes = tokio::task::JoinSet::new();
@@ -608,7 +609,7 @@ async fn a_host_name_that_moves_to_another_server_is_followed() {
     let guard = within(LONG, registry_a.obtain("k").lock()).await.unwrap();
     assert!(new.send_command("EXISTS lock-registry:{k}").await.unwrap().starts_with(":1"));
     guard.unlock().await.unwrap();
-    name.abort();
+    forwarder.abort();
 }
 
 /// The future is polled once, then its runtime is dropped.
@@ -634,7 +635,7 @@ fn a_runtime_that_ends_during_an_acquisition_causes_no_panic() {
     drop(quorum);
 }
 
-/// A lock under the name of another lock's token key would destroy that token or its own record.
+/// A lock whose name is the token key of another lock would destroy that token or its own record.
 #[tokio::test]
 async fn a_key_that_collides_with_a_token_key_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -661,7 +662,7 @@ async fn foreign_holder_ids_count_as_held_and_are_listed() {
     let registry_a = Registry::builder(Arc::new(backend)).build().unwrap();
     for (n, strange) in ["[", "%b", "((((((", "%", "a-b[%"].iter().enumerate() {
         let key = format!("k{n}");
-        // Ensures that a token exists to compare with.
+        // Creates the token key, which the scripts then compare with the foreign id.
         registry_a.obtain(&key).lock().await.unwrap().unlock().await.unwrap();
         server.send_command_args(&["SET", &format!("ns:{key}"), strange]).await.unwrap();
         assert!(registry_a.obtain(&key).try_lock().await.unwrap().is_none(), "{strange}");
@@ -671,7 +672,8 @@ async fn foreign_holder_ids_count_as_held_and_are_listed() {
     assert_eq!(registry_a.list().await.unwrap().len(), 5);
 }
 
-/// A sentinel that reports the given master.
+/// Starts a server that responds like a sentinel. Its reported master is `master`, an address and
+/// the configuration epoch.
 async fn start_fake_sentinel(
     master: Arc<std::sync::Mutex<(std::net::SocketAddr, u64)>>,
 ) -> std::net::SocketAddr {
@@ -684,9 +686,9 @@ async fn start_fake_sentinel(
             tokio::spawn(async move {
                 let mut request = vec![0; 64 * 1_024];
                 while let Ok(read @ 1..) = client.read(&mut request).await {
-                    let mut answers = String::new();
+                    let mut replies = String::new();
                     for command in String::from_utf8_lossy(&request[..read]).split('*').skip(1) {
-                        answers += &if command.contains("SENTINEL") {
+                        replies += &if command.contains("SENTINEL") {
                             let (master, epoch) = *master.lock().unwrap();
                             let (ip, port) = (master.ip().to_string(), master.port().to_string());
                             let fields =
@@ -699,7 +701,7 @@ async fn start_fake_sentinel(
                             "+OK\r\n".to_owned()
                         };
                     }
-                    if client.write_all(answers.as_bytes()).await.is_err() {
+                    if client.write_all(replies.as_bytes()).await.is_err() {
                         return;
                     }
                 }
@@ -709,8 +711,8 @@ async fn start_fake_sentinel(
     addr
 }
 
-/// The first connection to the new master must not leave the others at the old one, which is still
-/// running and reports to be the master.
+/// When one connection has moved to the new master, the other connections must follow. The old
+/// master is still running and reports that it is the master.
 #[tokio::test]
 async fn all_connections_follow_a_new_master() {
     let (old, new) =
@@ -732,16 +734,16 @@ async fn all_connections_follow_a_new_master() {
     let waiter = tokio::spawn(async move { lock.lock().await });
     let is_at_new_master = async || {
         let Ok(Some(probe)) = registry_a.obtain("probe").try_lock().await else { return false };
-        let there =
+        let exists =
             new.send_command("EXISTS lock-registry:{probe}").await.unwrap().starts_with(":1");
-        probe.unlock().await.is_ok() && there
+        probe.unlock().await.is_ok() && exists
     };
     eventually(LONG, is_at_new_master).await;
     assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
     assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
 }
 
-/// The claims are renewed in one call, and client tracking is requested for all of them together.
+/// One call renews all claims and requests client tracking of all their keys.
 #[tokio::test]
 async fn a_holder_of_many_locks_is_notified_of_each_removed_lock() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -762,8 +764,8 @@ async fn a_holder_of_many_locks_is_notified_of_each_removed_lock() {
     }
 }
 
-/// The server may only have been slow, and its invalidations over the dropped connection are
-/// missed.
+/// The client drops a connection without a timely response, although the server may only be slow.
+/// Invalidations over the dropped connection do not arrive.
 #[tokio::test]
 async fn a_holder_is_notified_of_a_loss_after_its_connection_was_replaced() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -780,7 +782,7 @@ async fn a_holder_is_notified_of_a_loss_after_its_connection_was_replaced() {
     server.pause().unwrap();
     registry.obtain("another").try_lock().await.unwrap_err();
     server.resume().unwrap();
-    // Uses a new connection.
+    // This request opens a new connection.
     eventually(LONG, async || registry.obtain("a third").lock().await.is_ok()).await;
     eventually(LONG, tracked).await;
     assert!(guard.is_held());
@@ -837,7 +839,7 @@ async fn a_process_that_reacquires_at_once_alternates_with_a_waiting_process() {
             let lock = registry.obtain("k");
             loop {
                 let guard = lock.lock().await.unwrap();
-                // Long enough for the other registry to have tried.
+                // Long enough for an attempt of the other registry.
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 let turns = {
                     let mut order = order.lock().unwrap();
@@ -867,8 +869,9 @@ async fn unused_tokens_are_not_ahead_of_the_clock_when_all_data_is_lost() {
         let server = RedisServer::start(&[]).await.unwrap();
         let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
         let backend = Arc::new(RedisBackend::open(config).await.unwrap());
-        // One second of tokens per grant. That is far more than hand-overs reserve, so tokens
-        // outrun the clock even on a slow machine.
+        // Tokens follow the clock in microseconds, so each grant reserves the tokens of one second.
+        // If a release kept the unused tokens reserved, tokens would outrun the clock even on a
+        // slow machine.
         let block = 1_000_000;
         let new_claim = || {
             let key = registry_core::Key::new("k").unwrap();

@@ -1,6 +1,6 @@
-//! The guarantees of locks in Redis while servers stall, crash, lose data, fail over, and change
-//! their clocks. Clients contend meanwhile, a recorder logs all their operations, and the checkers
-//! of the testkit verify the history.
+//! The guarantees of locks in Redis while servers stall, crash, lose data and fail over, and while
+//! their clocks jump. Clients contend meanwhile, a recorder logs all their operations, and the
+//! checkers of the testkit verify the history.
 //!
 //! A single server that keeps its data keeps all guarantees. Where a fault may break exclusion, the
 //! test states the time window. Tokens grow and fenced writes are safe in any case.

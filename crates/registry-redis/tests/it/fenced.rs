@@ -1,4 +1,4 @@
-//! A fenced write of a stale holder is refused.
+//! `FencedWrites` on real servers: a fenced write of a former holder is refused.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
@@ -83,7 +83,7 @@ async fn an_invalid_write_returns_the_reason() {
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
 }
 
-/// The lease ends unnoticed by the holder, and its write is refused.
+/// The holder ignores the end of its lease and writes after the next holder.
 #[tokio::test]
 async fn a_write_after_the_lease_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -103,9 +103,10 @@ async fn a_write_after_the_lease_is_refused() {
     assert_eq!(late, Fenced::Stale { newest });
 }
 
-/// Asserts that a holder's writes are refused once the next holder has written, however the lock
-/// ended.
-async fn is_refused_after(
+/// Asserts that a holder's write is refused once the next holder has written. `end` ends the lock.
+/// If `is_parked`, the write is polled once before `end` and completed after the write of the next
+/// holder.
+async fn assert_refused_after(
     options: LockOptions,
     end: impl AsyncFnOnce(&Registry, LockGuard),
     is_parked: bool,
@@ -119,25 +120,25 @@ async fn is_refused_after(
     let (writes, next_writes) = (writes(&server).await, writes(&server).await);
     let guard = registry_a.obtain("k").lock_with(options).await.unwrap();
     let token = guard.fencing_token();
-    let early = writes.set(token, "r", "first").await.unwrap();
-    assert_eq!(early, Fenced::Written(()));
+    let first = writes.set(token, "r", "first").await.unwrap();
+    assert_eq!(first, Fenced::Written(()));
     let mut late = Box::pin(writes.set(token, "r", "late"));
-    let mut early_result = None;
+    let mut result_of_first_poll = None;
     if is_parked && let Poll::Ready(written) = futures_util::poll!(late.as_mut()) {
-        early_result = Some(written.unwrap());
+        result_of_first_poll = Some(written.unwrap());
     }
     end(&registry_a, guard).await;
     let next = registry_b.obtain("k").lock().await.unwrap();
     let newest = next.fencing_token();
     let written = next_writes.set(newest, "r", "next").await.unwrap();
     assert_eq!(written, Fenced::Written(()));
-    let late = match early_result {
-        Some(early_result) => early_result,
+    let late = match result_of_first_poll {
+        Some(result) => result,
         None => late.await.unwrap(),
     };
     match late {
         Fenced::Stale { newest: reported } => assert_eq!(reported, newest),
-        // The write was sent earlier and arrived before that of the next holder.
+        // The first poll sent the write, which arrived before the write of the next holder.
         written => assert!(is_parked, "{written:?}"),
     }
     assert!(server.send_command("GET r").await.unwrap().contains("next"));
@@ -146,7 +147,7 @@ async fn is_refused_after(
 #[tokio::test]
 async fn a_write_after_the_max_hold_is_refused() {
     let options = LockOptions::new().max_hold(Duration::from_secs(1));
-    is_refused_after(
+    assert_refused_after(
         options,
         async |_, guard| assert_eq!(guard.lost().await, LostReason::MaxHold),
         false,
@@ -157,7 +158,7 @@ async fn a_write_after_the_max_hold_is_refused() {
 #[tokio::test]
 async fn a_write_after_the_end_of_a_min_hold_is_refused() {
     let options = LockOptions::new().min_hold(Duration::from_secs(1));
-    is_refused_after(options, async |_, guard| guard.unlock().await.unwrap(), false).await;
+    assert_refused_after(options, async |_, guard| guard.unlock().await.unwrap(), false).await;
 }
 
 #[tokio::test]
@@ -166,12 +167,12 @@ async fn a_write_after_the_close_is_refused() {
         assert_eq!(registry_a.close(Duration::from_millis(100)).await.lost, 1);
         drop(guard);
     };
-    is_refused_after(LockOptions::new(), close, false).await;
+    assert_refused_after(LockOptions::new(), close, false).await;
 }
 
 #[tokio::test]
 async fn a_parked_write_never_follows_that_of_the_next_holder() {
-    is_refused_after(LockOptions::new(), async |_, guard| drop(guard), true).await;
+    assert_refused_after(LockOptions::new(), async |_, guard| drop(guard), true).await;
 }
 
 #[tokio::test]

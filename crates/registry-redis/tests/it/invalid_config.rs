@@ -112,7 +112,7 @@ async fn a_server_without_waitaof_is_refused_at_once() {
 
 /// Servers repeat unknown commands in their errors, which would disclose the password.
 #[tokio::test]
-async fn a_server_without_hello_or_auth_causes_no_printed_password() {
+async fn an_error_of_a_server_without_hello_or_auth_contains_no_password() {
     for unknown in ["HELLO", "AUTH"] {
         let server = RedisServer::start(&["--rename-command", unknown, ""]).await.unwrap();
         let hosts = || [(server.addr().ip().to_string(), server.addr().port())];
@@ -126,7 +126,7 @@ async fn a_server_without_hello_or_auth_causes_no_printed_password() {
                 let config = config.clone().with_login(user, "hunter2");
                 let config = config.with_sentinel_login(user, "hunter2");
                 match RedisBackend::open(config).await {
-                    Ok(_) => assert_eq!(unknown, "AUTH", "a greeting is needed"),
+                    Ok(_) => assert_eq!(unknown, "AUTH", "`HELLO` is required"),
                     Err(error) => {
                         let text = error_text(&error);
                         assert!(!text.contains("hunter2"), "{text}");
@@ -137,7 +137,8 @@ async fn a_server_without_hello_or_auth_causes_no_printed_password() {
     }
 }
 
-/// Many error texts of the operating system contain such a password.
+/// Such a password occurs by chance in error texts such as "connection refused". The backend must
+/// not conclude from this that the server repeated the password in a refusal.
 #[tokio::test]
 async fn a_short_password_turns_no_other_error_into_a_refused_login() {
     for password in ["1", "e", "refused"] {
@@ -153,7 +154,7 @@ async fn a_short_password_turns_no_other_error_into_a_refused_login() {
     assert_ne!(error.kind(), BackendErrorKind::Denied, "{error:?}");
 }
 
-/// The server's vote would count twice.
+/// The vote of such a server would count twice.
 #[tokio::test]
 async fn a_quorum_with_a_duplicate_server_is_refused() {
     let (one, other) =
@@ -174,7 +175,8 @@ async fn a_duplicate_server_is_refused_whatever_address_responds_first() {
     let masters = [slow.addr(), one.addr(), other.addr()];
     let quorum = masters.map(|addr| (addr.ip().to_string(), addr.port()));
     let quorum = RedisConfig::quorum(quorum);
-    // Opening waits only briefly for a master that the majority does not need.
+    // Opening waits only briefly for a master that the majority does not need, so an attempt may
+    // not detect the duplicate.
     let error = eventually(Duration::from_secs(60), async || {
         RedisBackend::open(quorum.clone()).await.err()
     })

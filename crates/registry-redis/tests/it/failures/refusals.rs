@@ -15,19 +15,25 @@ use registry_testkit::{eventually, within};
 use super::{LONG, secs};
 
 const GUARDS: usize = 100;
-/// Renewals start after a third of the lease. A busy machine has the rest of it for them.
+/// Renewals start after a third of the lease. The rest of the lease is a reserve for a busy machine.
 const LEASE: Duration = Duration::from_secs(9);
 
-/// The keys whose renewal failed and those that were renewed, since the last [`Renewals::clear`].
+/// The observed renewals since the last [`Renewals::clear`].
 #[derive(Debug, Default)]
-struct Renewals(Mutex<(BTreeSet<String>, BTreeSet<String>)>);
+struct Renewals(Mutex<RenewedKeys>);
+
+#[derive(Debug, Default)]
+struct RenewedKeys {
+    failed: BTreeSet<String>,
+    succeeded: BTreeSet<String>,
+}
 
 impl Observer for Renewals {
     fn on(&self, event: &LockEvent<'_>) {
         let mut seen = self.0.lock().unwrap();
         match event {
-            LockEvent::RenewFailed { key, .. } => _ = seen.0.insert((*key).to_owned()),
-            LockEvent::Renewed { key, .. } => _ = seen.1.insert((*key).to_owned()),
+            LockEvent::RenewFailed { key, .. } => _ = seen.failed.insert((*key).to_owned()),
+            LockEvent::Renewed { key, .. } => _ = seen.succeeded.insert((*key).to_owned()),
             _ => {}
         }
     }
@@ -39,11 +45,11 @@ impl Renewals {
     }
 
     async fn wait_until_all_failed(&self) {
-        eventually(LONG, async || self.0.lock().unwrap().0.len() == GUARDS).await;
+        eventually(LONG, async || self.0.lock().unwrap().failed.len() == GUARDS).await;
     }
 
     async fn wait_until_all_succeeded(&self) {
-        eventually(LONG, async || self.0.lock().unwrap().1.len() == GUARDS).await;
+        eventually(LONG, async || self.0.lock().unwrap().succeeded.len() == GUARDS).await;
     }
 }
 
@@ -62,7 +68,8 @@ async fn guards(registry: &Registry) -> Vec<LockGuard> {
     guards
 }
 
-/// Holds locks in each layout. `refuse` makes the server refuse commands until `accept`.
+/// Asserts that no lock of any layout is lost between the commands `refuse` and `accept`. In this
+/// time the server refuses renewals.
 async fn assert_all_survive(server: &RedisServer, url: &str, refuse: &str, accept: &str) {
     let mut holders = Vec::new();
     for layout in [Layout::Native, Layout::Spring, Layout::Redisson] {
@@ -160,7 +167,7 @@ async fn no_lock_is_lost_by_a_failover_to_a_master_without_replicas() {
     assert_eq!(lost, 0);
 }
 
-/// Of all read errors, only a value of another type says something about the lock.
+/// Of all errors of a read, only `WRONGTYPE` proves that the record is gone.
 #[tokio::test]
 async fn a_lock_whose_key_has_another_type_is_lost() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -175,8 +182,8 @@ async fn a_lock_whose_key_has_another_type_is_lost() {
     assert!(intact.is_held());
 }
 
-/// Redis checks its memory before a script's first write. Two layouts read with `GETEX`, which
-/// counts as a write.
+/// Redis refuses a script for lack of memory only before its first write. The native and Spring
+/// layouts read with `GETEX` first, which counts as a write and needs no memory.
 #[tokio::test]
 async fn a_server_with_full_memory_grants_only_in_the_documented_layouts() {
     let server = RedisServer::start(&[]).await.unwrap();

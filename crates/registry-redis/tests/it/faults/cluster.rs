@@ -83,7 +83,7 @@ async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_keep_growing
     outcome.assert_guarantees_except_in(&[window]);
 }
 
-/// The slot migrates with its locks and channels while clients hold, await, acquire and release
+/// The slot migrates with its locks and channels while clients acquire, wait for, hold and release
 /// them.
 #[tokio::test]
 async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
@@ -95,7 +95,7 @@ async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
             let key = key_on(from, kind);
             let to = cluster.master_of(to).await.unwrap();
             let migration = cluster.begin_migration(slot_of(&key), to).await.unwrap();
-            // As long as the migration of a large slot takes.
+            // The migration of a large slot takes about this long.
             sleep(millis(200)).await;
             let lock = format!("lock-registry:{{{key}}}");
             cluster.migrate_key(&migration, &lock).await.unwrap();
@@ -202,7 +202,7 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     on_other_shard.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap();
     workload.wait_for_steady_losses(1).await;
-    // As long as a lease that is not renewed lasts.
+    // Long enough for a lease without renewals to end.
     sleep(lease).await;
     workload.wait_for_progress_of(others).await;
     let losses = workload.losses();
@@ -227,6 +227,6 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     registry_a.idle().await;
     cluster.wait_until_consistent().await.unwrap();
     let outcome = workload.end(&masters(&cluster).await).await;
-    // The replica may have taken over when the shard came back, without the master's last grants.
+    // When the shard returned, its replica may have taken over without the master's last grants.
     outcome.assert_guarantees_except_in(&[window]);
 }

@@ -1,4 +1,5 @@
-//! The texts of errors: operation, key, address, cause and hint.
+//! The error texts of acquisitions that fail because servers are down: operation, key, address,
+//! cause and hint.
 
 use registry_core::{LockError, Registry};
 use registry_redis::RedisConfig;
@@ -54,6 +55,7 @@ async fn an_error_of_a_cluster_names_the_server_of_the_key() {
         cluster.node_mut(node).kill();
     }
     let error = failed_lock(&registry).await;
+    // This asserts the operation, the key and the address, but not the cause.
     let _cause = cause_of_failed_acquire(&error, KEY, &master.to_string());
 }
 
@@ -66,5 +68,6 @@ async fn an_error_of_a_failed_master_names_the_master_and_not_its_sentinels() {
     setup.sentinels_mut().iter_mut().for_each(|server| server.kill());
     setup.server_mut(master).kill();
     let error = failed_lock(&registry).await;
+    // This asserts the operation, the key and the address, but not the cause.
     let _cause = cause_of_failed_acquire(&error, KEY, &master.to_string());
 }

@@ -1,5 +1,5 @@
-//! Invalidations: the server notifies a holder whose lock is removed, long before a renewal would.
-//! The leases are so long that no other mechanism can.
+//! Invalidations: the server notifies a holder of the removal of its lock. The leases are so long
+//! that no renewal detects the loss during a test.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ const LEASE: Duration = Duration::from_secs(600);
 /// The time limit for a notification on a busy machine.
 const NOTIFY_LIMIT: Duration = Duration::from_secs(5);
 
-/// Acquires `key`.
 async fn acquire(registry: &Registry, key: &str) -> LockGuard {
     within(LONG, registry.obtain(key).lock()).await.unwrap()
 }
 
-/// Removes the lock by `change` and waits until its holder is notified.
+/// Awaits `change`, which removes the lock. Asserts that its holder is notified within
+/// [`NOTIFY_LIMIT`].
 async fn assert_notified(what: &str, guard: &LockGuard, change: impl Future) {
     assert!(guard.is_held());
     let lost = tokio::spawn(guard.lost());
@@ -44,7 +44,7 @@ const CHANGES: [&str; 5] = [
     "FLUSHALL",
 ];
 
-/// Applies each of these changes to a new lock.
+/// Applies each of the [`CHANGES`] to a new lock and asserts that its holder is notified.
 async fn assert_notified_of_all_changes(kind: &str, registry: &Registry, server: &RedisServer) {
     for change in CHANGES {
         let guard = acquire(registry, "k").await;
@@ -53,7 +53,7 @@ async fn assert_notified_of_all_changes(kind: &str, registry: &Registry, server:
     }
 }
 
-/// Closes the connection and waits until the lock is tracked over another one.
+/// Closes all normal connections and waits until the server tracks the lock over a new connection.
 async fn close_connections(guard: &LockGuard, server: &RedisServer) {
     server.client_kill("normal").await.unwrap();
     eventually(LONG, async || guard.extend(LEASE).await.is_ok()).await;
@@ -87,7 +87,7 @@ async fn a_single_server_notifies_the_holder_of_a_removed_lock() {
 }
 
 /// The verification after the disconnection fails while the server is down. The next one follows
-/// the new connection.
+/// the reconnection.
 #[tokio::test]
 async fn a_holder_is_notified_of_a_restart_without_data_as_soon_as_the_server_is_back() {
     let mut server = RedisServer::start(&[]).await.unwrap();
@@ -148,8 +148,9 @@ async fn a_sentinel_master_notifies_the_holder_of_a_removed_lock() {
     let guard = acquire(&registry_a, "k").await;
     let master = setup.server(setup.failover().await.unwrap());
     // The claim is verified at the new master before any renewal.
-    let seen = async || master.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
-    eventually(LONG, seen).await;
+    let has_run_a_script =
+        async || master.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, has_run_a_script).await;
     assert_notified(
         "sentinel, after a failover",
         &guard,
@@ -182,8 +183,9 @@ async fn a_cluster_notifies_the_holder_of_a_removed_lock() {
     let to = cluster.master_of((slot + 6_000) % 16_384).await.unwrap();
     cluster.migrate(slot, to).await.unwrap();
     let master = cluster.node(to);
-    let seen = async || master.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
-    eventually(LONG, seen).await;
+    let has_run_a_script =
+        async || master.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, has_run_a_script).await;
     assert_notified(
         "cluster, after the slot has migrated",
         &guard,
@@ -220,8 +222,9 @@ async fn a_holder_is_notified_of_a_loss_while_its_slot_migrates() {
     let migration = cluster.begin_migration(slot, to).await.unwrap();
     assert!(cluster.migrate_key(&migration, "lock-registry:{k}").await.unwrap());
     let target = cluster.node(to);
-    let seen = async || target.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
-    eventually(LONG, seen).await;
+    let has_run_a_script =
+        async || target.send_command("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, has_run_a_script).await;
     let mut operator = target.connect().await.unwrap();
     assert_notified("cluster, during the migration", &guard, async {
         operator.send_command_args(&["ASKING"]).await.unwrap();
@@ -245,7 +248,7 @@ async fn a_quorum_notifies_a_holder_that_lost_its_majority() {
     let registry_a = registry(&RedisConfig::from_url(&quorum.url()).unwrap(), LEASE).await;
     for change in CHANGES {
         let guard = acquire(&registry_a, "k").await;
-        // Two of five masters do not suffice.
+        // A removal on two of five masters ends no lock.
         for server in &quorum.servers()[..2] {
             server.send_command(change).await.unwrap();
         }

@@ -19,7 +19,8 @@ const RUNS: usize = 20;
 const LEASE: Duration = Duration::from_secs(60);
 /// The number of callers that acquire locks until the crash.
 const CALLERS: usize = 8;
-/// Locks that were acquired less than this before the crash are counted separately.
+/// Locks that were acquired less than this before the last acquisition are counted separately. The
+/// crash ends the acquisitions.
 const RECENT: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Default)]
@@ -39,7 +40,7 @@ struct LossCounts {
 const LAG: Duration = Duration::from_millis(20);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --test faults -- --ignored --nocapture loss_rates::"]
+#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --all-features --test it -- --ignored --nocapture loss_rates::"]
 async fn loss_rate_of_crashes_under_sentinels() {
     print_table_header();
     for (name, replicas, lag) in [
@@ -68,7 +69,7 @@ async fn loss_rate_of_crashes_under_sentinels() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --test faults -- --ignored --nocapture loss_rates::"]
+#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --all-features --test it -- --ignored --nocapture loss_rates::"]
 async fn loss_rate_of_crashes_in_a_cluster() {
     print_table_header();
     for (name, replicas, lag) in [
@@ -93,7 +94,7 @@ async fn loss_rate_of_crashes_in_a_cluster() {
                 }
                 cluster.wait_for_new_master_of(0, old).await.unwrap();
                 // Without the old master as a replica, the new master would refuse grants that need
-                // one.
+                // a replica.
                 cluster.node_mut(old).start_again().await.unwrap();
             };
             run_once(&mut tally, config, is_on_first_master, crash).await;

@@ -1,4 +1,5 @@
-//! A holder that is paused for longer than its lease, and then writes.
+//! A process that is paused for longer than its lease and then writes. The server must refuse the
+//! write.
 
 use std::error::Error;
 use std::sync::Arc;

@@ -79,7 +79,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     }
     let new_client = within(LONG, RedisBackend::open(config.clone())).await;
     assert_eq!(new_client.unwrap_err().kind(), BackendErrorKind::Transient);
-    // Earlier requests have been answered by then.
+    // The responses to earlier requests have arrived by then.
     let begin = workload.window(0, LEASE).to;
     workload.wait_for_steady_losses(3).await;
     sleep(LEASE * 3 / 2).await;
@@ -133,12 +133,12 @@ async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
         .iter()
         .map(|server| FaultProxy::start(server.addr()).unwrap())
         .collect();
-    let near = proxies.iter().map(FaultProxy::addr);
-    let addresses = near.chain(quorum.servers()[2..].iter().map(|server| server.addr()));
+    let proxied = proxies.iter().map(FaultProxy::addr);
+    let addresses = proxied.chain(quorum.servers()[2..].iter().map(|server| server.addr()));
     let addresses: Vec<String> = addresses.map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
-    // Two clients, because three would often block each other when all live masters must agree.
+    // Two clients, because three would often split the votes when all live masters must agree.
     let client_configs = vec![config.clone(); 2];
     let workload =
         Workload::start_with(&client_configs, &config, WorkloadOptions::new(), LONG_LEASE).await;
@@ -250,15 +250,14 @@ async fn a_restart_guard_prevents_violations_while_masters_lose_data_in_turn() {
         workload.wait_for_progress().await;
         restart_without_data(&mut quorum, master).await;
         workload.wait_for_progress().await;
-        // One master at a time.
+        // The restart guard of this master ends before the next master restarts.
         sleep(LEASE + secs(2)).await;
     }
     workload.wait_for_progress().await;
     workload.end(&all(&quorum)).await.without_split_votes().assert_guarantees();
 }
 
-/// The leases on one master end at once. That affects only locks that exist on no more than a
-/// majority.
+/// All leases on one master end at once. Only locks that exist on a bare majority are affected.
 #[tokio::test]
 async fn a_clock_jump_of_one_master_ends_no_lock_on_five_masters() {
     let clock = ClockShim::new().unwrap();
@@ -271,7 +270,7 @@ async fn a_clock_jump_of_one_master_ends_no_lock_on_five_masters() {
     let addresses: Vec<String> = servers.iter().map(|server| server.addr().to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
-    // Renewed after five seconds.
+    // The lock is renewed every five seconds.
     let other_registry = registry(&config, secs(15)).await;
     let guard = other_registry.obtain("mine").lock().await.unwrap();
     let workload = Workload::start(&config, LEASE).await;
@@ -299,8 +298,8 @@ async fn a_suspended_holder_is_replaced_and_notified() {
     outcome.await.without_split_votes().assert_guarantees();
 }
 
-/// Three of five masters have one lock, and all have the other. An unresponsive master decides
-/// about the first lock.
+/// Three of five masters have one lock, and all have the other. The first lock has no majority
+/// without the master that becomes unresponsive.
 #[tokio::test]
 async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
     let (mut quorum, config) = quorum().await;
@@ -337,7 +336,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
     strong.unlock().await.unwrap();
 }
 
-/// With a restart guard, a master's process id is requested before the lock. The response may
+/// With a restart guard, the client requests a master's `run_id` before the lock. The response may
 /// arrive after the release.
 #[tokio::test]
 async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
@@ -371,7 +370,7 @@ async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
     proxy.set_mode(ProxyMode::Delay(millis(300))).await.unwrap();
     lock("released").await.unlock().await.unwrap();
     let next = lock("next").await;
-    // This lock was requested from the slow master later.
+    // The client requested this lock from the slow master after `released`.
     eventually(LONG, async || exists_on_slow_master("{next}").await).await;
     eventually(secs(20), async || !exists_on_slow_master("{released}").await).await;
     next.unlock().await.unwrap();
@@ -384,7 +383,7 @@ enum MasterFault {
     Dead,
     Suspended,
     Unresponsive,
-    /// Responses take a second.
+    /// Requests and responses each take a second.
     Slow,
 }
 
@@ -418,7 +417,7 @@ impl ThroughputTest {
         Self { quorum, proxy, registries }
     }
 
-    /// Lets all registries acquire `keys` locks in turn for `window`.
+    /// All registries acquire `keys` locks in turn for the time `window`.
     async fn measure(&self, keys: usize, window: Duration) -> Throughput {
         let end = Instant::now() + window;
         let callers = self.registries.iter().enumerate().map(async |(index, registry)| {
@@ -443,8 +442,8 @@ impl ThroughputTest {
         })
     }
 
-    /// Repeats this under each of the faults, in turns, so that a busy machine affects all of them
-    /// equally.
+    /// Measures under each of the faults in turn, three times, so that a busy machine affects all
+    /// faults equally. Returns the sums.
     async fn compare<const N: usize>(
         &self,
         keys: usize,
@@ -479,8 +478,8 @@ impl ThroughputTest {
     }
 }
 
-/// Only half is asserted, and in one of three comparisons, because a busy machine does not affect
-/// both measurements equally.
+/// Asserts only half of the throughput, in one of three comparisons, because a busy machine does
+/// not affect all measurements equally.
 #[tokio::test]
 async fn an_unresponsive_or_slow_master_costs_little_more_than_a_dead_one() {
     use MasterFault::{Dead, Slow, Suspended, Unresponsive};
@@ -497,7 +496,7 @@ async fn an_unresponsive_or_slow_master_costs_little_more_than_a_dead_one() {
 }
 
 #[tokio::test]
-#[ignore = "a measurement: cargo test -p registry-redis --test faults -- --ignored --nocapture quorum::"]
+#[ignore = "a measurement: cargo test -p registry-redis --all-features --test it -- --ignored --nocapture quorum::"]
 async fn throughput_with_one_faulty_master_of_five() {
     use MasterFault::{Dead, None, Slow, Suspended};
     let test = ThroughputTest::start().await;
@@ -505,7 +504,7 @@ async fn throughput_with_one_faulty_master_of_five() {
         let [healthy, dead, suspended, slow] =
             test.compare(keys, [None, Dead, Suspended, Slow]).await;
         println!(
-            "{keys} keys: healthy {healthy:?}, dead {dead:?}, stopped {suspended:?}, distant {slow:?}"
+            "{keys} keys: healthy {healthy:?}, dead {dead:?}, suspended {suspended:?}, slow {slow:?}"
         );
     }
 }
@@ -531,8 +530,8 @@ async fn a_clock_jump_ends_no_restart_guard() {
     }
 }
 
-/// Otherwise each new process would wait for the restart guard, however long the servers have been
-/// running.
+/// Without the stored age, each new process would wait for the restart guard, however long the
+/// servers have been running.
 #[tokio::test]
 async fn the_age_of_a_master_is_stored_for_later_clients() {
     let (mut quorum, config) = quorum().await;
@@ -558,7 +557,7 @@ async fn the_age_of_a_master_is_stored_for_later_clients() {
     .await;
     let later = RedisBackend::open(config.clone()).await.unwrap();
     assert!(attempt(&later).await, "the servers are known to run for long enough");
-    // Restarted with their data, which includes the stored ages of the old processes.
+    // The servers restart with their data, which includes the stored ages of the old processes.
     for server in quorum.servers_mut() {
         server.start_again().await.unwrap();
     }

@@ -24,8 +24,8 @@ pub(crate) async fn start_client_process(url: &str) -> LockHolder {
     LockHolder::spawn_test("faults::remote_client::client_process", url).await.unwrap()
 }
 
-/// Suspends a client that holds a lock for longer than its lease, during the workload. Other
-/// clients continue, and the suspended client detects the loss as soon as it resumes.
+/// During a workload, suspends a client that holds a lock, for longer than its lease. Other clients
+/// continue, and the suspended client detects the loss as soon as it resumes.
 pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
     url: &str,
     servers: &[&RedisServer],

@@ -24,7 +24,7 @@ async fn setup() -> (SentinelSetup, RedisConfig) {
     (setup, config)
 }
 
-/// Returns the only server that holds locks, the master. The replicas are copies of it.
+/// Returns the master. Only its locks are checked, because the replicas are copies of the master.
 async fn master(setup: &SentinelSetup) -> &RedisServer {
     setup.server(setup.master().await.unwrap())
 }
@@ -85,7 +85,7 @@ async fn an_old_master_that_resumes_after_a_failover_is_not_used() {
     setup.resume(old).unwrap();
     let window = workload.window(begin, LEASE);
     workload.wait_for_progress().await;
-    // As long as it believes that it is the master.
+    // For about this long, the old master considers itself the master.
     sleep(LEASE * 3 / 2).await;
     let role = setup.server(old).send_command("ROLE").await.unwrap();
     println!("the old master still reports to be one: {}", role.contains("master"));
@@ -102,7 +102,7 @@ async fn a_grant_without_a_replica_is_lost_by_a_crash_and_the_holder_is_notified
     let (mut setup, config) = setup().await;
     let (registry_a, registry_b) =
         (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
-    // Both servers have cached the scripts.
+    // Each registry opens its connection, and the master caches the scripts.
     for registry in [&registry_a, &registry_b] {
         registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
     }

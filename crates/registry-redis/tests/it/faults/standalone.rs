@@ -95,16 +95,16 @@ async fn flushed_scripts_and_closed_connections_lose_no_lock() {
 async fn a_grant_whose_response_was_lost_is_used_or_released() {
     let (server, config) = server().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let via_proxy = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
     // So long that only a release can free the key in time.
     let lease = secs(600);
     let registry_b = registry(&config, lease).await;
     for round in 0..20 {
         let key = format!("reply/{round}");
-        // A new registry each time. Responses to an older registry's releases would be cut off
-        // instead.
-        let registry_a = registry(&behind, lease).await;
-        // From now on a connection exists on which the server has cached the script.
+        // A new registry in each round. Otherwise the proxy could cut the response to a release of
+        // the previous round instead.
+        let registry_a = registry(&via_proxy, lease).await;
+        // Opens a connection, and the server caches the script.
         registry_a.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
         let lock = registry_a.obtain(&key);
@@ -121,9 +121,9 @@ async fn a_grant_whose_response_was_lost_is_used_or_released() {
 async fn a_release_whose_response_was_lost_frees_the_key() {
     let (server, config) = server().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let via_proxy = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
     let (registry_a, registry_b) =
-        (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
+        (registry(&via_proxy, secs(600)).await, registry(&config, secs(600)).await);
     assert_releases_without_reply_free_their_keys(20, &proxy, &registry_a, &registry_b).await;
 }
 
@@ -131,9 +131,9 @@ async fn a_release_whose_response_was_lost_frees_the_key() {
 async fn lost_truncated_or_late_responses_violate_no_guarantee() {
     let (server, config) = server().await;
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
-    let behind =
+    let via_proxy =
         |proxy: &FaultProxy| RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
-    let client_configs: Vec<_> = proxies.iter().map(behind).collect();
+    let client_configs: Vec<_> = proxies.iter().map(via_proxy).collect();
     let workload =
         Workload::start_with(&client_configs, &config, WorkloadOptions::new(), LEASE).await;
     workload.disturb_connections(&proxies, Duration::ZERO).await;
