@@ -1,5 +1,5 @@
-//! Connections to the members under faults. Callers wait no longer than necessary, and errors
-//! contain the cause.
+//! Connections to members that drop packets, open no stream, change their authentication, or have
+//! other certificates. Callers wait no longer than necessary, and errors contain the cause.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
@@ -65,11 +65,11 @@ async fn concurrent_callers_share_one_failed_connection_attempt() {
     let backend = EtcdBackend::open(config).await.unwrap();
     let key = Key::new("key").unwrap();
     proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
-    // The client drops this connection.
+    // The response times out, and the client drops the connection.
     backend.inspect(&key).await.unwrap_err();
     let started = Instant::now();
-    for answer in join_all((0..60).map(|_| backend.inspect(&key))).await {
-        assert!(answer.unwrap_err().is_retryable());
+    for response in join_all((0..60).map(|_| backend.inspect(&key))).await {
+        assert!(response.unwrap_err().is_retryable());
     }
     let waited = started.elapsed();
     assert!(waited < Duration::from_secs(40), "an attempt takes 2 s, all callers took {waited:?}");
@@ -98,12 +98,13 @@ async fn renewals_are_split_when_members_limit_transactions() {
     }
 }
 
-/// Another caller receives no response while a stream is being opened.
+/// A member that accepts connections and opens no stream must not block the client, because no
+/// caller receives a response meanwhile.
 #[tokio::test]
 async fn a_member_that_does_not_open_a_stream_is_replaced() {
     let server = EtcdServer::start().await.unwrap();
     let proxies = [server.addr(); 2].map(|addr| FaultProxy::start(addr).unwrap());
-    let members = proxies.iter().map(|way| (way.addr().ip().to_string(), way.addr().port()));
+    let members = proxies.iter().map(|proxy| (proxy.addr().ip().to_string(), proxy.addr().port()));
     let backend = EtcdBackend::open(EtcdConfig::new(members)).await.unwrap();
     let registry = registry(backend, LEASE);
     let guard = registry.obtain("key").lock().await.unwrap();
@@ -123,7 +124,7 @@ async fn a_member_that_does_not_open_a_stream_is_replaced() {
     guard.unlock().await.unwrap();
 }
 
-/// The network drops packets without an error, like a firewall without state of a connection.
+/// The network drops packets without an error, like a firewall that has lost a connection's state.
 #[tokio::test]
 async fn short_leases_survive_a_silent_connection() {
     let server = EtcdServer::start().await.unwrap();
@@ -133,8 +134,8 @@ async fn short_leases_survive_a_silent_connection() {
     let registry = registry(backend, Duration::from_secs(5));
     let mut guards = Vec::new();
     for n in 0..100 {
-        // Renewals are spread over time, so the connection becomes silent in every phase of a
-        // renewal.
+        // Spreads the renewals over time, so that the connection becomes silent in every phase of
+        // a renewal.
         guards.push(registry.obtain(&format!("key-{n}")).lock().await.unwrap());
         sleep(Duration::from_millis(15)).await;
     }
@@ -153,7 +154,7 @@ async fn short_leases_survive_a_silent_connection() {
     registry.obtain("another").lock().await.unwrap().unlock().await.unwrap();
 }
 
-/// A silent connection is indistinguishable from one without events.
+/// A waiter cannot distinguish a silent connection from a connection without events.
 #[tokio::test]
 async fn a_waiter_with_a_silent_connection_is_granted_the_lock() {
     let server = EtcdServer::start().await.unwrap();

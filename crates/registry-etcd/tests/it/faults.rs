@@ -2,8 +2,9 @@
 //! leases, and connections break. Clients contend meanwhile, a recorder logs all their operations,
 //! and the checkers of the testkit verify the history.
 //!
-//! No fault here breaks exclusion: two guards of one key are never valid at the same time, tokens
-//! grow, and fenced writes are safe.
+//! Under these faults, two guards of one key are never valid at the same time. One exception is a
+//! leader that is paused for about a lease or longer. Even then tokens grow and fenced writes are
+//! safe.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 

@@ -17,8 +17,7 @@ async fn registry(server: &EtcdServer) -> Registry {
     Registry::builder(Arc::new(backend)).build().unwrap()
 }
 
-/// Each waiter checks its entry several times per second. If each check read the whole queue, the
-/// member would be overloaded.
+/// If waiters read the whole queue at each poll, they would overload the member.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_waiters_for_one_lock_are_all_granted() {
     let server = EtcdServer::start().await.unwrap();
@@ -31,15 +30,15 @@ async fn many_waiters_for_one_lock_are_all_granted() {
             let guard = registry.obtain("key").lock().await.unwrap();
             let token = guard.fencing_token();
             guard.unlock().await.unwrap();
-            // No client closes before all were granted the lock.
+            // Keeps the client open until all waiters were granted the lock.
             (token, registry)
         }));
     }
     guard.unlock().await.unwrap();
     let (mut tokens, mut registries) = (BTreeSet::new(), Vec::new());
     let all = async {
-        for one in waiting {
-            let (token, registry) = one.await.unwrap();
+        for waiter in waiting {
+            let (token, registry) = waiter.await.unwrap();
             tokens.insert(token);
             registries.push(registry);
         }
@@ -49,5 +48,5 @@ async fn many_waiters_for_one_lock_are_all_granted() {
 }
 
 const WAITERS: usize = 300;
-/// Three times the duration on a busy machine.
+/// Three times as long as the test takes on a busy machine.
 const LONG: Duration = Duration::from_secs(90);

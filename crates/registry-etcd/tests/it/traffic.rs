@@ -29,7 +29,7 @@ async fn a_thousand_held_locks_use_a_few_lease_streams_and_one_watch_stream() {
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let options = || LockOptions::new().lease(Duration::from_secs(9));
-    // More than one page of a list contains.
+    // More locks than one page of a list contains.
     let locks: Vec<_> = (0..1_010).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
     let mut guards = Vec::new();
     for batch in locks.chunks(100) {
@@ -86,11 +86,7 @@ async fn waiters_send_only_keep_alives() {
     sleep(Duration::from_secs(10)).await;
     let sent = messages().await - before;
     assert!(sent < 400, "{sent} messages of 200 waiters in 10 s");
-    assert_eq!(
-        calls(&server, "Watch").await,
-        2,
-        "each client listens over the stream that it began with"
-    );
+    assert_eq!(calls(&server, "Watch").await, 2, "each client still uses its first stream");
     for guard in held {
         guard.unwrap().unlock().await.unwrap();
     }

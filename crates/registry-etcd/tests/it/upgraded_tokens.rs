@@ -1,4 +1,5 @@
-//! The order of tokens behind a claim that was upgraded.
+//! Claims that are queued behind an upgraded claim have larger tokens than the upgrade. One member,
+//! without an engine.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
@@ -15,7 +16,7 @@ async fn client(server: &EtcdServer) -> EtcdBackend {
     EtcdBackend::open(config).await.unwrap()
 }
 
-fn waiting(mode: ClaimMode) -> Claim {
+fn queued_claim(mode: ClaimMode) -> Claim {
     let claim = Claim::new(Key::new("key").unwrap(), Duration::from_secs(60));
     claim.with_mode(mode).with_queueing(Queueing::Join)
 }
@@ -27,7 +28,7 @@ async fn granted(client: &EtcdBackend, claim: &Claim) -> FencingToken {
     }
 }
 
-async fn busy(client: &EtcdBackend, claim: &Claim) {
+async fn assert_busy(client: &EtcdBackend, claim: &Claim) {
     let attempt = client.try_acquire(claim).await.unwrap();
     assert!(matches!(attempt, Attempt::Busy(_)), "{claim:?}: {attempt:?}");
 }
@@ -40,46 +41,46 @@ async fn all_claims_behind_an_upgraded_one_have_larger_tokens() {
     let (first, second) = (client(&server).await, client(&server).await);
     let permits = ClaimMode::Permits { take: 1, of: 2 };
     for next in [ClaimMode::Exclusive, ClaimMode::Upgradable, permits] {
-        let upgradable = waiting(ClaimMode::Upgradable);
+        let upgradable = queued_claim(ClaimMode::Upgradable);
         let token = granted(&first, &upgradable).await;
         let mut queue = Vec::new();
         for mode in [next, ClaimMode::Exclusive, ClaimMode::Shared, permits, permits] {
-            queue.push(waiting(mode));
-            busy(&second, queue.last().unwrap()).await;
+            queue.push(queued_claim(mode));
+            assert_busy(&second, queue.last().unwrap()).await;
         }
         let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
         let upgraded = granted(&first, &upgrade).await;
-        queue.push(waiting(ClaimMode::Upgradable));
-        busy(&second, queue.last().unwrap()).await;
+        queue.push(queued_claim(ClaimMode::Upgradable));
+        assert_busy(&second, queue.last().unwrap()).await;
         assert_eq!(first.release(&upgradable).await.unwrap(), Release::Freed);
         for mode in [ClaimMode::Exclusive, permits, ClaimMode::Exclusive] {
-            queue.push(waiting(mode));
-            busy(&second, queue.last().unwrap()).await;
+            queue.push(queued_claim(mode));
+            assert_busy(&second, queue.last().unwrap()).await;
         }
         assert_are_granted_after(&second, queue, upgraded).await;
     }
 }
 
 /// A claim that was enqueued behind an exclusive claim has a larger token than an upgrade of that
-/// claim after a downgrade. The claims are more than one transaction changes.
+/// claim after a downgrade. The queue has more claims than one transaction can change.
 #[tokio::test(flavor = "multi_thread")]
 async fn claims_that_waited_through_a_downgrade_and_an_upgrade_have_larger_tokens() {
     let server = EtcdServer::start().await.unwrap();
     let (first, second) = (client(&server).await, client(&server).await);
-    let exclusive = waiting(ClaimMode::Exclusive);
+    let exclusive = queued_claim(ClaimMode::Exclusive);
     let token = granted(&first, &exclusive).await;
     let permits = ClaimMode::Permits { take: 1, of: 2 };
     let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared, permits];
     let mut queue = Vec::new();
     for mode in modes.into_iter().cycle().take(120) {
-        queue.push(waiting(mode));
-        busy(&second, queue.last().unwrap()).await;
+        queue.push(queued_claim(mode));
+        assert_busy(&second, queue.last().unwrap()).await;
     }
     let downgrade = exclusive.clone().converted_to(ClaimMode::Upgradable).of_grant(token);
     assert_eq!(granted(&first, &downgrade).await, token);
     for mode in modes {
-        queue.push(waiting(mode));
-        busy(&second, queue.last().unwrap()).await;
+        queue.push(queued_claim(mode));
+        assert_busy(&second, queue.last().unwrap()).await;
     }
     let upgrade = exclusive.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
     let upgraded = granted(&first, &upgrade).await;

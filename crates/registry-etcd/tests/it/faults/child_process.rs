@@ -18,6 +18,6 @@ fn run_child_process() {
 }
 
 /// Starts a client in its own process.
-pub(crate) async fn client(url: &str) -> LockHolder {
+pub(crate) async fn spawn_client(url: &str) -> LockHolder {
     LockHolder::spawn_test("faults::child_process::run_child_process", url).await.unwrap()
 }

@@ -48,7 +48,8 @@ async fn a_leader_paused_for_longer_than_a_lease_breaks_no_fenced_write() {
         cluster.member(leader).resume().unwrap();
     }
     workload.wait_for_progress().await;
-    // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
+    // When the leader resumes, members of this etcd version may end leases of live holders (etcd
+    // issue 15247).
     workload.end(cluster.member(0)).await.assert_guarantees_despite_late_losses();
 }
 
@@ -65,7 +66,8 @@ async fn a_leader_paused_for_about_a_lease_breaks_no_fenced_write() {
         cluster.member(leader).resume().unwrap();
     }
     workload.wait_for_progress().await;
-    // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
+    // When the leader resumes, members of this etcd version may end leases of live holders (etcd
+    // issue 15247).
     workload.end(cluster.member(0)).await.assert_guarantees_despite_late_losses();
 }
 

@@ -1,4 +1,5 @@
-//! Faults of one member, of leases, of connections and of clients.
+//! One member: it pauses, crashes, compacts its history and runs out of space; leases are revoked,
+//! connections break, logins expire, and clients pause.
 
 use registry_core::{LockError, LostReason};
 use registry_etcd::EtcdConfig;
@@ -95,8 +96,8 @@ pub(crate) async fn lock_keys(server: &EtcdServer) -> Vec<String> {
     names.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
 }
 
-/// The queue behind the holder is empty, so only its tombstone reveals that it may not have
-/// detected its loss.
+/// No claim waits behind the holder. Only the holder's tombstone reveals to the next claim that the
+/// holder may not have been notified yet.
 #[tokio::test]
 async fn a_waiter_is_granted_only_after_the_previous_holder_is_notified_of_its_loss() {
     let (server, config) = server().await;
@@ -132,7 +133,7 @@ async fn a_waiter_is_granted_only_after_the_previous_holder_is_notified_of_its_l
     }
 }
 
-/// The store cannot know whether the holder was notified, so it waits.
+/// The next claim cannot know whether the holder was notified, so its grant is delayed.
 #[tokio::test]
 async fn a_grant_after_an_unreachable_holder_is_delayed() {
     let (server, config) = server().await;
@@ -151,7 +152,7 @@ async fn a_grant_after_an_unreachable_holder_is_delayed() {
     acquired.unlock().await.unwrap();
 }
 
-/// The process continues with other locks, so no keys are deleted by its end.
+/// The process continues to hold another lock, so the end of the process does not delete the keys.
 #[tokio::test]
 async fn a_lost_lock_leaves_no_keys() {
     let (server, config) = server().await;
@@ -167,6 +168,7 @@ async fn a_lost_lock_leaves_no_keys() {
             drop(guard);
         }
         eventually(LONG, async || match lock_keys(&server).await {
+            // The entry and the tombstone of the other lock.
             keys if keys.len() == 2 => Ok(()),
             keys => Err(format!("{keys:?}")),
         })
@@ -263,7 +265,7 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
     // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
     let workload = Workload::start_with(&configs, &config, LONG_LEASE).await;
     let successor = registry(&config, LONG_LEASE).await;
-    let child = child_process::client(&url).await;
+    let child = child_process::spawn_client(&url).await;
     let events = suspend_a_holder(&workload, child, successor).await.unwrap();
     let outcome = workload.end_with(&server, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other client was paused");
@@ -277,7 +279,7 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
     let (server, config) = server().await;
     let url = format!("etcd://{}", server.addr());
     let (first, third) = (registry(&config, secs(60)).await, registry(&config, secs(60)).await);
-    let mut waiter = child_process::client(&url).await;
+    let mut waiter = child_process::spawn_client(&url).await;
     for _ in 0..2 {
         let guard = first.obtain("key").lock().await.unwrap();
         assert!(waiter.try_lock("key", LONG).await.unwrap().is_none());
@@ -286,14 +288,14 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
             2 => Ok(()),
             other => Err(format!("{other} entries")),
         };
-        let stopped = async || match entry_count(&server, "key").await {
+        let expired = async || match entry_count(&server, "key").await {
             1 => Ok(()),
             other => Err(format!("{other} entries")),
         };
         let pending = waiter.send(&HolderRequest::lock("key")).unwrap();
         eventually(LONG, queued).await;
         waiter.process().pause().await.unwrap();
-        eventually(LONG, stopped).await;
+        eventually(LONG, expired).await;
         guard.unlock().await.unwrap();
         let next = third.obtain("key").lock().await.unwrap();
         waiter.process().resume().unwrap();

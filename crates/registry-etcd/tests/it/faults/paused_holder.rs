@@ -1,4 +1,5 @@
-//! A holder that is paused for longer than its lease, and then writes.
+//! A process that is paused for longer than its lease and then writes. The member must refuse the
+//! write.
 
 use std::error::Error;
 use std::io::{self, Write as _};
@@ -35,7 +36,7 @@ impl StockKey {
         command.env("ETCDCTL_API", "3").args(["--endpoints", &self.addr]);
         command.args(["--dial-timeout", "30s", "--command-timeout", "30s"]).args(args);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        // Ends the input, because it drops the pipe.
+        // The drop of the pipe ends the input.
         child.stdin.take().expect("piped").write_all(input.as_bytes())?;
         let output = child.wait_with_output()?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -110,7 +111,7 @@ async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     assert_a_paused_holder_cannot_write(test, &url, mode, LONG, read).await.unwrap();
 }
 
-/// Tokens say nothing between readers that hold the key together.
+/// Readers hold the key at the same time, so their tokens do not order their writes.
 #[tokio::test]
 async fn readers_that_hold_the_key_together_write_in_any_order() {
     let server = EtcdServer::start().await.unwrap();
@@ -128,12 +129,12 @@ async fn readers_that_hold_the_key_together_write_in_any_order() {
     newer.unlock().await.unwrap();
 }
 
-/// The guard's own check has passed when the transaction is delayed on its way.
+/// The guard's own check passes. Then the network delays the transaction until the lock is lost.
 #[tokio::test]
 async fn a_transaction_that_arrives_after_the_loss_is_refused() {
     let server = EtcdServer::start().await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    // The request must outlast the lease.
+    // The request must not time out before the lease ends.
     let config = EtcdConfig::from_url(&format!("etcd://{}", proxy.addr())).unwrap();
     let backend = EtcdBackend::open(config.with_response_timeout(LONG)).await.unwrap();
     let first = Registry::builder(Arc::new(backend)).lease(LEASE).timeout(secs(1)).build().unwrap();

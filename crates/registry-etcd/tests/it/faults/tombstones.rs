@@ -1,4 +1,4 @@
-//! Tombstones are written, rewritten and deleted when required.
+//! Tombstones: a holder writes, rewrites and deletes them when required. One member.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ async fn wait_for_key_count(server: &EtcdServer, count: usize) {
     .await;
 }
 
-/// The new tombstone delays the next grant, even if another client has deleted the old one.
+/// The new tombstone delays the next grant like the deleted one.
 #[tokio::test]
 async fn a_holder_rewrites_a_tombstone_that_another_client_has_deleted() {
     let (server, config) = server().await;
@@ -81,7 +81,7 @@ async fn a_holder_rewrites_a_tombstone_that_another_client_has_deleted() {
     }
 }
 
-/// No call releases this lock, and the process continues.
+/// `close` abandons the lock, and the process continues.
 #[tokio::test]
 async fn an_abandoned_lock_leaves_no_keys() {
     let (server, config) = server().await;
@@ -100,7 +100,6 @@ async fn an_abandoned_lock_leaves_no_keys() {
     assert_eq!(second_registry.close(secs(10)).await.lost, 0);
 }
 
-/// Concurrent callers share one lease request.
 #[tokio::test]
 async fn concurrent_claims_share_one_tombstone_lease() {
     let (server, config) = server().await;
@@ -119,8 +118,8 @@ async fn concurrent_claims_share_one_tombstone_lease() {
     wait_for_key_count(&server, 0).await;
 }
 
-/// Each of the two clients reuses the same lease every time, so the lease of the previous holder is
-/// in the queue again when the next grant is checked.
+/// Each of the two clients reuses one lease. When the next grant is checked, the lease of the
+/// previous holder is therefore in the queue again.
 #[tokio::test]
 async fn a_grant_after_a_release_is_not_delayed() {
     const ROUNDS: u32 = 200;

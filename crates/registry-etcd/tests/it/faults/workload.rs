@@ -17,7 +17,8 @@ pub(crate) use registry_testkit::workload::LONG;
 pub(crate) const LEASE: Duration = Duration::from_secs(3);
 /// Survives every short fault, even on a loaded machine.
 pub(crate) const LONG_LEASE: Duration = Duration::from_secs(20);
-/// The response timeout. So short a lease does not permit the engine's default of three seconds.
+/// The response timeout. A lease of three seconds does not permit the engine's default of three
+/// seconds.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The response timeout of long leases, for a loaded machine.
 const RESPONSE_TIMEOUT_MAX: Duration = Duration::from_secs(3);
@@ -85,7 +86,7 @@ impl Workload {
     ) -> WorkloadOutcome {
         let verifier = registry(&self.config, self.lease).await;
         let outcome = self.workload.end(verifier, self.lease + secs(15), other_events).await;
-        eventually(self.lease + secs(20), async || remaining_keys(server).await).await;
+        eventually(self.lease + secs(20), async || check_no_keys_remain(server).await).await;
         outcome
     }
 }
@@ -99,7 +100,7 @@ impl Deref for Workload {
 }
 
 /// Returns an error with the keys that remain in the cluster of this member.
-async fn remaining_keys(server: &EtcdServer) -> Result<(), String> {
+async fn check_no_keys_remain(server: &EtcdServer) -> Result<(), String> {
     let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await;
     let names = names.map_err(|error| error.to_string())?;
     if names.is_empty() { Ok(()) } else { Err(format!("remaining keys: {names}")) }

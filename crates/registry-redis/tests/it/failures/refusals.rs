@@ -15,7 +15,7 @@ use registry_testkit::{eventually, within};
 use super::{LONG, secs};
 
 const GUARDS: usize = 100;
-/// Renewals start after a third of the lease. The rest of the lease is a reserve for a busy machine.
+/// Renewals start after a third of the lease. The rest is a reserve for a busy machine.
 const LEASE: Duration = Duration::from_secs(9);
 
 /// The observed renewals since the last [`Renewals::clear`].
