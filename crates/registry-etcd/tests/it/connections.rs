@@ -1,5 +1,5 @@
-//! Connections to members that drop packets, open no stream, change their authentication, or have
-//! other certificates. Callers wait no longer than necessary, and errors contain the cause.
+//! Connections to members that drop packets, open no stream, enable authentication, or have an
+//! untrusted certificate. Callers wait no longer than necessary, and errors contain the cause.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 

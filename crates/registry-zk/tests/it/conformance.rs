@@ -1,5 +1,5 @@
 //! Conformance of the ZooKeeper store: one standalone server, and an ensemble of three.
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 trait Servers: Debug + Send + Sync + Sized + 'static {
     /// Whether any text is a valid key.
     const ACCEPTS_ALL_KEYS: bool = true;
-    /// The store records the number of units that a key has.
+    /// Whether the store records how many units a semaphore has, and refuses another number.
     const COMPARES_UNITS: bool = true;
 
     async fn start_servers() -> Self;
@@ -107,7 +107,7 @@ impl Servers for ZooKeeperEnsemble {
         config(&self.url())
     }
 
-    /// Restarts all members at once, which loses the maximum of state.
+    /// Stops all members before it restarts any, so that no member keeps state in memory.
     async fn restart(&mut self) {
         for member in self.members_mut() {
             member.kill();

@@ -6,7 +6,7 @@
 //! another client may acquire the lock before the holder is notified. Even then tokens grow and
 //! fenced writes are safe.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 #![expect(clippy::print_stdout, reason = "the measured values are shown with --nocapture")]
 
 mod ensemble;

@@ -1,6 +1,6 @@
 //! Cost of a queue for its waiters and the servers: packets per client, as counted by the server.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 #![expect(clippy::print_stdout, reason = "the measured values are shown with --nocapture")]
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use zookeeper_client::{Acls, Client, CreateMode};
 const LONG: Duration = Duration::from_secs(60);
 /// So long that no periodic request is sent during a test.
 const SESSION: Duration = Duration::from_secs(100);
-/// The lock's node of key `k`.
+/// The node of the lock `k`.
 const LOCK: &str = "/lock-registry/default/k";
 
 async fn server() -> ZooKeeperServer {
@@ -134,8 +134,8 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
         let (number, guard) = within(LONG, waiter_tasks.join_next()).await.unwrap().unwrap();
         assert_eq!(number, next, "in the order of arrival");
         // A client that has released its lock is also notified of the end of its own node.
-        let expected = |event: Vec<u64>| {
-            event[next] == start[next] + 1 && event[next + 1..] == start[next + 1..]
+        let expected = |counts: Vec<u64>| {
+            counts[next] == start[next] + 1 && counts[next + 1..] == start[next + 1..]
         };
         eventually(LONG, async || expected(events().await)).await;
         guard.unlock().await.unwrap();
@@ -179,7 +179,7 @@ async fn a_released_permit_wakes_only_the_claims_that_it_may_let_in() {
         waiter_tasks.spawn(async move { (number, semaphore.acquire().await.unwrap()) });
         eventually(LONG, async || queue_length(&operator).await == number + 3).await;
     }
-    // Each one watches the two claims before it, and the holder its two nodes.
+    // Each waiter watches the two claims before its own, and the holder watches its two nodes.
     wait_for_watches(&server, 2 * WAITING as u64 + 2).await;
     let before = settled_events(&server, &clients).await;
     held.pop().unwrap().unlock().await.unwrap();
@@ -245,8 +245,8 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     const WAITERS: usize = 2_000;
     const TIME: Duration = Duration::from_secs(30);
     let server = server().await;
-    // Sessions of the default length. Without confirmed notifications, the engine polls four times
-    // a second.
+    // The default session time-out. If wake-ups were not confirmed, the engine would poll four
+    // times a second.
     let default_timeout = Duration::from_secs(30);
     let (holder, waiter) = (
         TestClient::open(&server, default_timeout).await,
@@ -281,7 +281,7 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     let (requests, elapsed) = (received().await - before, started_at.elapsed());
     println!("{requests} requests in {elapsed:?}, {} sessions", waiter.backend.session_ids().len());
     assert!(requests < 100 * elapsed.as_secs(), "{requests} in {elapsed:?}");
-    // All waiters must still be woken.
+    // The waiters are still woken.
     drop(guards);
     while let Some(result) = within(LONG, waiter_tasks.join_next()).await {
         drop(result.unwrap().unwrap().unwrap());

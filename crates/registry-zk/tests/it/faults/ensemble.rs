@@ -1,4 +1,5 @@
-//! Three members: the ensemble survives the loss of one, not of two.
+//! An ensemble of three members under crashes, pauses and network faults. It tolerates the loss of
+//! one member, but not of two.
 
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use super::support::{
     registry_over, secs, start_workload, start_workload_at,
 };
 
-/// Number of times that each member is killed.
+/// Number of rounds. In each round, a follower and the leader are killed.
 const ROUNDS: usize = 2;
 
 #[tokio::test]
@@ -48,7 +49,8 @@ async fn a_paused_leader_is_replaced_and_admits_no_second_holder() {
         workload.wait_for_progress().await;
         let leader = ensemble.leader().await.unwrap();
         ensemble.members()[leader].pause().unwrap();
-        // Under another leader. Messages that the first leader sends after it resumes are outdated.
+        // Progress requires a new leader, so messages of the old leader are outdated when it
+        // resumes.
         workload.wait_for_progress().await;
         ensemble.members()[leader].resume().unwrap();
     }
@@ -62,7 +64,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
     let url = ensemble.url();
     let workload = start_workload(&url, SESSION).await;
     let mut lost = 0;
-    // Longer than the holders' leases, or short enough that the holds survive.
+    // An outage of 7 s is longer than the holders' leases. An outage of 1 s ends no hold.
     for (down, is_killed) in [(secs(7), false), (secs(1), true), (secs(7), true)] {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -149,7 +151,8 @@ async fn an_unresponsive_member_prevents_no_connection_and_ends_no_session() {
     run_with_an_unresponsive_member(LONG_SESSION * 2).await;
 }
 
-/// The client waits for a fraction of the granted time-out.
+/// The client must derive its wait for each member from the granted session time-out, which is
+/// shorter than the requested time-out.
 #[tokio::test]
 async fn an_unresponsive_member_prevents_no_connection_if_shorter_sessions_are_granted() {
     run_with_an_unresponsive_member(LONG_SESSION * 6).await;
@@ -174,7 +177,7 @@ async fn run_with_an_unresponsive_member(session: Duration) {
     let guards = guards.await.unwrap();
     let sessions: Vec<_> = clients.iter().map(|client| client.session_id().unwrap()).collect();
     members[unresponsive].pause().unwrap();
-    // All of these sessions are opened, with the default time-outs.
+    // Further clients connect within the default connection time-out.
     for _ in 0..CLIENTS {
         let config = config(&url, session).with_request_timeout(LONG);
         ZkBackend::open(config).await.unwrap();
@@ -196,8 +199,8 @@ async fn run_with_an_unresponsive_member(session: Duration) {
     members[unresponsive].resume().unwrap();
 }
 
-/// Connections of all clients to all members break and stall, two or three faults at a time,
-/// so that sessions move between members.
+/// Connections of all clients to all members break and stall, with up to four faults before each
+/// recovery, so that sessions move between members.
 ///
 /// Members do not crash in this test: ZooKeeper 3.8.0 may then show nodes on one member that the
 /// others do not have.

@@ -22,7 +22,7 @@ const BALANCE: &str = "/balance";
 /// The lock's node.
 const LOCK: &str = "/lock-registry/default/account";
 const WRITERS: usize = 4;
-/// Number of holders whose session is ended.
+/// How many sessions of holders the test ends.
 const ENDED_SESSIONS: usize = 25;
 
 async fn create_balance(operator: &Client) {
@@ -53,14 +53,14 @@ async fn a_late_write_of_a_former_holder_is_refused() {
     println!("{refused:?}");
     assert_eq!(balance(&operator).await, 2);
     assert!(operator.check_stat("/journal").await.unwrap().is_none());
-    // Without the check, the write would have succeeded.
+    // A write without the check succeeds.
     operator.set_data(BALANCE, b"3", None).await.unwrap();
     within(LONG, guard.lost()).await;
     assert!(matches!(guard.multi().err(), Some(FenceError::Lost { .. })));
     next.unlock().await.unwrap();
 }
 
-/// The multi is delayed on its way: the guard has checked its lease, and its session stays alive.
+/// The network delays the multi after the guard has checked its lease. The session stays alive.
 #[tokio::test]
 async fn a_write_that_arrives_after_the_loss_is_refused() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -91,7 +91,8 @@ async fn a_write_that_arrives_after_the_loss_is_refused() {
     next.unlock().await.unwrap();
 }
 
-/// Servers break the connection at such a request, and all locks of a process share one connection.
+/// Servers close the connection on a request that is too large. All locks of a session share the
+/// connection.
 #[tokio::test]
 async fn a_multi_above_the_size_limit_is_refused_before_it_is_sent() {
     let server = ZooKeeperServer::start().await.unwrap();

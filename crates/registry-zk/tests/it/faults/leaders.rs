@@ -1,4 +1,4 @@
-//! Two leaders at once: a partitioned one, and the one that the other members elected.
+//! Two leaders at once: a partitioned leader, and the leader that the other members have elected.
 
 use std::time::Duration;
 
@@ -12,12 +12,14 @@ use super::support::{LONG_SESSION, SESSION, finish, operator, registry};
 
 /// The member that continues alone for two minutes. The other members wait two seconds for it.
 const PARTITIONED: usize = 1;
-/// Keys that are held permanently by clients that can reach only that member. One client also
-/// contends for other keys; one writes nothing. The server always responds to the second client.
-/// The first one receives no more responses, because they queue behind its writes.
+/// A key with a permanent holder that can reach only the partitioned member. The holder also
+/// contends for other keys. After the partition, it receives no responses, because these queue
+/// behind its writes.
 const STEADY: &str = "steady/0";
+/// A key with another such holder, which writes nothing. The partitioned member always responds to
+/// this holder.
 const IDLE: &str = "quiet";
-/// Clients of the other members lose nothing while those elect a leader.
+/// So long that clients of the other members lose no session during the election.
 const OTHERS_SESSION: Duration = LONG_SESSION.saturating_mul(2);
 /// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";

@@ -26,7 +26,7 @@ use super::support::{
 
 /// The lock's node.
 const LOCK: &str = "/lock-registry/default/k";
-const FREE: [&str; 0] = [];
+const NO_NODES: [&str; 0] = [];
 
 fn claim(mode: ClaimMode) -> Claim {
     Claim::new(Key::new("k").unwrap(), secs(5)).with_mode(mode)
@@ -65,8 +65,8 @@ async fn wait_until_readers_enter(registry: &Registry) {
     eventually(LONG, enters).await;
 }
 
-/// The replies to an upgrade and a downgrade are cut after each number of bytes. The repeated
-/// conversion finds what the servers did, and leaves no node behind.
+/// The proxy cuts the replies to an upgrade and a downgrade after 0, 20, 40 and more bytes. The
+/// repeated conversion detects what the servers did, and leaves no further node.
 #[tokio::test]
 async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -105,23 +105,23 @@ async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
         token = Some(last.token);
         let released = eventually(LONG, async || client.release(&held).await).await;
         assert_eq!(released, Release::Freed);
-        assert_eq!(nodes(&operator).await, FREE);
+        assert_eq!(nodes(&operator).await, NO_NODES);
     }
     println!("{errors} errors");
     assert!(errors > 5, "the proxy cut {errors} replies");
 }
 
-fn waiting(mode: ClaimMode) -> Claim {
+fn queued_claim(mode: ClaimMode) -> Claim {
     claim(mode).with_queueing(Queueing::Join)
 }
 
-/// Makes a held claim weaker or stronger, and returns its token.
+/// Converts a held claim to another mode, and returns the grant.
 async fn convert(client: &ZkBackend, held: &Claim, token: FencingToken, to: ClaimMode) -> Grant {
     grant(client, &held.clone().converted_to(to).of_grant(token)).await
 }
 
 /// Asserts that `claim` is granted with a token larger than `last`, that a repeated attempt returns
-/// the same token, and that others see this token. Returns it.
+/// the same token, and that `other` sees this token. Returns the token.
 async fn assert_later_token(
     client: &ZkBackend,
     other: &ZkBackend,
@@ -157,13 +157,13 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
         ClaimMode::Permits { take: 1, of: 2 },
         ClaimMode::Upgradable,
     ]
-    .map(waiting);
+    .map(queued_claim);
     for claim in [&writer, &reader, &other_reader, &next_writer, &permits, &upgradable] {
         assert_busy(&second, claim).await;
     }
-    let weaker = convert(&first, &held, initial, ClaimMode::Upgradable).await.token;
-    assert_eq!(weaker, initial);
-    let upgraded = convert(&first, &held, weaker, ClaimMode::Exclusive).await.token;
+    let downgraded = convert(&first, &held, initial, ClaimMode::Upgradable).await.token;
+    assert_eq!(downgraded, initial);
+    let upgraded = convert(&first, &held, downgraded, ClaimMode::Exclusive).await.token;
     assert!(upgraded > initial);
     assert_eq!(first.release(&held).await.unwrap(), Release::Freed);
 
@@ -171,7 +171,7 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
     assert_eq!(second.release(&writer).await.unwrap(), Release::Freed);
     let of_reader = assert_later_token(&second, &first, &reader, token).await;
     let of_other = assert_later_token(&second, &first, &other_reader, token).await;
-    // The write of the other reader changes nothing for the first one.
+    // The write of the other reader does not change the token of the first reader.
     assert_eq!(grant(&second, &reader).await.token, of_reader);
     for claim in [&reader, &other_reader] {
         assert_eq!(second.release(claim).await.unwrap(), Release::Freed);
@@ -187,20 +187,20 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
         assert!(upgraded > token);
         upgraded
     };
-    // A claim that is newer than all these writes writes nothing.
+    // A claim that is created after all these writes does not write.
     let written = operator.check_stat(LOCK).await.unwrap().unwrap().version;
-    let newest = waiting(ClaimMode::Exclusive);
+    let newest = queued_claim(ClaimMode::Exclusive);
     assert_busy(&first, &newest).await;
     assert_eq!(second.release(&upgradable).await.unwrap(), Release::Freed);
     assert_later_token(&first, &second, &newest, token).await;
     let stat = operator.check_stat(LOCK).await.unwrap().unwrap();
     assert_eq!(stat.version, written);
     assert_eq!(first.release(&newest).await.unwrap(), Release::Freed);
-    assert_eq!(nodes(&operator).await, FREE);
+    assert_eq!(nodes(&operator).await, NO_NODES);
 }
 
-/// The replies to a claim that takes a later token are cut after each number of bytes. The token
-/// that it is granted is the one that the store has.
+/// A claim takes a later token, and the proxy cuts the replies after 0, 20, 40 and more bytes. The
+/// claim is granted with the token that the store has recorded.
 #[tokio::test]
 async fn a_later_token_whose_reply_is_lost_is_one_token() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -212,7 +212,7 @@ async fn a_later_token_whose_reply_is_lost_is_one_token() {
         let held = claim(ClaimMode::Upgradable);
         let token = grant(&other, &held).await.token;
         let mode = if round % 2 == 0 { ClaimMode::Exclusive } else { ClaimMode::Upgradable };
-        let waiter = waiting(mode);
+        let waiter = queued_claim(mode);
         assert_busy(&client, &waiter).await;
         let upgraded = convert(&other, &held, token, ClaimMode::Exclusive).await.token;
         assert_eq!(other.release(&held).await.unwrap(), Release::Freed);
@@ -245,8 +245,8 @@ async fn set_rights(operator: &Client, rights: Permission) {
     operator.set_acl(LOCK, &acls, None).await.unwrap();
 }
 
-/// An upgrade, and a claim that waits during it, write the lock's node. Without this right, they
-/// return an error, and no claim is granted with a token that is too small.
+/// An upgrade, and a claim that waits during the upgrade, write to the lock's node. Without the
+/// right to write, both return an error, and no claim is granted with a token that is too small.
 #[tokio::test]
 async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -256,7 +256,7 @@ async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
     let read_only = Permission::READ | Permission::CREATE | Permission::DELETE | Permission::ADMIN;
     let held = claim(ClaimMode::Upgradable);
     let token = grant(&first, &held).await.token;
-    let writer = waiting(ClaimMode::Exclusive);
+    let writer = queued_claim(ClaimMode::Exclusive);
     assert_busy(&second, &writer).await;
     let upgrade = held.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
     set_rights(&operator, read_only).await;
@@ -268,7 +268,8 @@ async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
     assert_eq!(first.release(&held).await.unwrap(), Release::Freed);
     let error = second.try_acquire(&writer).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{error:?}");
-    // A claim that no upgrade has passed writes nothing, but this one waits for the other.
+    // A claim that is created after the upgrade needs no write. It is busy because of the waiting
+    // writer.
     assert_busy(&first, &claim(ClaimMode::Exclusive)).await;
     set_rights(&operator, Permission::ALL).await;
     assert_later_token(&second, &first, &writer, upgraded).await;
@@ -279,7 +280,8 @@ async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
     assert_eq!(first.release(&writer).await.unwrap(), Release::Freed);
 }
 
-/// Without a release, the node would block all others until it is abandoned.
+/// Without a release, the node would block all other claims until the client removes it as
+/// abandoned.
 #[tokio::test]
 async fn a_busy_claim_whose_node_cannot_be_deleted_reports_that_it_must_be_released() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -296,10 +298,11 @@ async fn a_busy_claim_whose_node_cannot_be_deleted_reports_that_it_must_be_relea
     set_rights(&operator, Permission::ALL).await;
     client.release(&busy).await.unwrap();
     assert_eq!(other.release(&held).await.unwrap(), Release::Freed);
-    assert_eq!(nodes(&operator).await, FREE);
+    assert_eq!(nodes(&operator).await, NO_NODES);
 }
 
-/// As above, for the transaction that takes the units of Curator's semaphore.
+/// One transaction takes all units of a claim of Curator's semaphore. The proxy cuts the replies
+/// after 0, 30, 60 and more bytes.
 #[tokio::test]
 async fn units_whose_reply_is_lost_are_taken_once() {
     const LEASES: &str = "/SpringIntegration-LockRegistry/k/leases";
@@ -381,7 +384,7 @@ async fn a_semaphore_refuses_too_many_units_before_it_creates_a_node() {
         let source = error.source().unwrap().downcast_ref::<TooManyUnits>().unwrap();
         assert!(source.units == take && units_max.contains(&source.units_max), "{source:?}");
         let (parent, _) = SEMAPHORE.rsplit_once('/').unwrap();
-        assert_eq!(operator.list_children(parent).await.unwrap_or_default(), FREE);
+        assert_eq!(operator.list_children(parent).await.unwrap_or_default(), NO_NODES);
         // The number that the error names is granted.
         let mode = ClaimMode::Permits { take: source.units_max, of: 2_000 };
         let permits = permits.with_mode(mode);
@@ -393,7 +396,7 @@ async fn a_semaphore_refuses_too_many_units_before_it_creates_a_node() {
     }
 }
 
-/// Without a release, the node would stay the head of the queue.
+/// Without a release, the node would remain the first of the queue.
 #[tokio::test]
 async fn a_semaphore_whose_units_are_denied_reports_that_the_claim_must_be_released() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -407,10 +410,10 @@ async fn a_semaphore_whose_units_are_denied_reports_that_the_claim_must_be_relea
     assert!(error.kind() == BackendErrorKind::Denied && !error.refused(), "{error:?}");
     client.release(&permits).await.unwrap();
     let queue = format!("{SEMAPHORE}/locks");
-    assert_eq!(operator.list_children(&queue).await.unwrap_or_default(), FREE);
+    assert_eq!(operator.list_children(&queue).await.unwrap_or_default(), NO_NODES);
 }
 
-/// A dead process blocks the readers of others no longer than its session.
+/// A dead process blocks the readers of other processes no longer than its session lasts.
 #[tokio::test]
 async fn the_end_of_a_session_ends_its_waiting_upgrade() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -428,7 +431,7 @@ async fn the_end_of_a_session_ends_its_waiting_upgrade() {
     within(LONG, other.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
 }
 
-/// The request would block all claims behind it, although its claim is gone.
+/// Otherwise the upgrade request would block all claims behind it, although its claim is deleted.
 #[tokio::test]
 async fn a_deleted_claim_takes_its_waiting_upgrade_with_it() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -437,8 +440,8 @@ async fn a_deleted_claim_takes_its_waiting_upgrade_with_it() {
     let reading = registry(&server.url(), MINUTE_SESSION).await;
     let reader = reading.obtain("k").read().await.unwrap();
     let upgrade = start_upgrade(&upgrading, &operator).await;
-    let claim = nodes(&operator).await.into_iter().find(|name| name.contains("-u-lock-"));
-    operator.delete(&format!("{LOCK}/{}", claim.unwrap()), None).await.unwrap();
+    let node = nodes(&operator).await.into_iter().find(|name| name.contains("-u-lock-"));
+    operator.delete(&format!("{LOCK}/{}", node.unwrap()), None).await.unwrap();
     let lost = within(LONG, upgrade).await.unwrap().unwrap_err();
     assert!(matches!(lost, LockError::Lost { .. }), "{lost:?}");
     let other = registry(&server.url(), MINUTE_SESSION).await;
@@ -471,11 +474,12 @@ async fn a_claim_with_replaced_data_excludes_readers_and_is_not_converted() {
         assert_busy(&other, &claim(ClaimMode::Shared)).await;
         // The release does not depend on the data.
         assert_eq!(holding.release(&held).await.unwrap(), Release::Freed);
-        assert_eq!(nodes(&operator).await, FREE);
+        assert_eq!(nodes(&operator).await, NO_NODES);
     }
 }
 
-/// The servers assign one number to several nodes, whose order their transactions determine.
+/// After this, the servers assign the same number to several nodes. The creating transactions
+/// determine the order of these nodes.
 #[tokio::test]
 async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     let mut server = ZooKeeperServer::start().await.unwrap();
@@ -500,7 +504,8 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     grant(&first, &downgrade).await;
     grant(&second, &reader).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
-    // A node of a waiting writer has the same name as that of its next attempt.
+    // Another node could get the same name as the waiting writer's node, and the transaction of an
+    // upgrade would not detect that. The upgrade is therefore refused.
     let writer = claim(ClaimMode::Exclusive).with_queueing(Queueing::Join);
     assert_busy(&second, &writer).await;
     let upgrade = upgrade.of_grant(upgraded.token);
@@ -517,7 +522,7 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     for permit in &permits {
         assert_eq!(first.release(permit).await.unwrap(), Release::Freed);
     }
-    assert_eq!(nodes(&operator(&server).await).await, FREE);
+    assert_eq!(nodes(&operator(&server).await).await, NO_NODES);
 }
 
 /// An upgraded guard writes with the token of the upgrade, a downgraded one with the same token.
@@ -574,8 +579,9 @@ async fn a_guard_that_waited_during_an_upgrade_writes_fenced() {
 struct Holders {
     readers: AtomicI32,
     permits: AtomicI32,
-    /// The largest token of all holders, and of all exclusive holders.
+    /// The largest token of all holders.
     last_token: AtomicU64,
+    /// The largest token of all exclusive holders.
     last_exclusive_token: AtomicU64,
 }
 
@@ -620,7 +626,7 @@ impl Holders {
 }
 
 /// Readers, writers, upgrades and permits of several processes exclude each other as their modes
-/// require, and have tokens in this order, while their connections break all the time.
+/// require, and have tokens in the order of their grants, while their connections break.
 #[tokio::test]
 async fn modes_exclude_each_other_while_connections_break() {
     const CLIENTS: usize = 4;
@@ -674,5 +680,5 @@ async fn modes_exclude_each_other_while_connections_break() {
         () = breaking => unreachable!("it does not end"),
         () = within(LONG, finished) => {}
     }
-    assert_eq!(nodes(&operator(&server).await).await, FREE);
+    assert_eq!(nodes(&operator(&server).await).await, NO_NODES);
 }

@@ -39,22 +39,22 @@ async fn lost_cut_or_late_replies_break_no_guarantee() {
     finish(workload, &server.url()).await.assert_guarantees();
 }
 
-/// Bytes are delayed for longer than a session and then delivered: in one direction, in the other,
-/// in both.
+/// The proxy holds messages for longer than a session and then delivers them: first only replies,
+/// then requests and replies.
 #[tokio::test]
 async fn messages_after_the_end_of_a_session_break_no_guarantee() {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
     let urls: Vec<_> = proxies.iter().map(|proxy| url(proxy.addr())).collect();
     let workload = start_workload_at(&urls, SESSION).await;
-    for (lost, fault) in (1..).zip([ProxyMode::HoldReplies, ProxyMode::BlackHole]) {
+    for (round, fault) in (1..).zip([ProxyMode::HoldReplies, ProxyMode::BlackHole]) {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
         // Each client holds a key.
         for proxy in &proxies {
             proxy.set_mode(fault).await.unwrap();
         }
-        workload.wait_for_steady_losses(3 * lost).await;
+        workload.wait_for_steady_losses(3 * round).await;
         tokio::time::sleep(SESSION).await;
         for proxy in &proxies {
             proxy.set_mode(ProxyMode::Pass).await.unwrap();
@@ -181,7 +181,7 @@ async fn a_release_deletes_the_nodes_of_a_claim_in_two_sessions() {
 
 #[tokio::test]
 async fn a_lost_reply_is_resolved_despite_a_leftover_node_of_an_earlier_session() {
-    // So long that no other request is sent in the session, whose response the proxy would cut
+    // So long that the session sends no periodic request, whose response the proxy would cut
     // instead.
     let session = secs(1_000);
     let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"]);
@@ -217,7 +217,8 @@ async fn a_lost_reply_is_resolved_despite_a_leftover_node_of_an_earlier_session(
     }
 }
 
-/// At every length at which the responses are cut, the caller gets a store error, never `Busy`.
+/// However many bytes of the responses arrive, the caller gets a grant or a store error, never
+/// `Busy`.
 #[tokio::test]
 async fn a_connection_that_breaks_at_each_attempt_is_a_store_error() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -251,6 +252,7 @@ async fn a_connection_that_breaks_at_each_attempt_is_a_store_error() {
 
 /// Forwards all requests to the server until one creates a node. Then it ends the connection.
 async fn forward_until_create(mut from: TcpStream, to: SocketAddr) -> std::io::Result<()> {
+    /// The type of the request that creates a node (`create2`).
     const CREATE: [u8; 4] = 15_i32.to_be_bytes();
     let mut server = TcpStream::connect(to).await?;
     let (mut requests, mut replies) = from.split();

@@ -1,4 +1,5 @@
-//! Changes to lock nodes from outside: deleted parents, exhausted counters, deleted nodes.
+//! Lock nodes that servers and operators change: deleted parents, exhausted counters, deleted
+//! nodes, nodes that only one member has, and nodes without read permission.
 
 use std::collections::HashSet;
 
@@ -97,7 +98,7 @@ async fn a_deleted_node_is_a_lost_lock() {
     for round in 1..=2 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
-        // Locks held this long have a watch on their node.
+        // After this time, each held lock has a watch on its node.
         tokio::time::sleep(secs(1)).await;
         let begin = workload.now();
         for key in 0..3 {
@@ -124,8 +125,8 @@ async fn a_deleted_node_is_a_lost_lock() {
     outcome.assert_guarantees_except_in(&windows);
 }
 
-/// Some members behaved like this after a kill: one member showed a holder that the others had
-/// deleted.
+/// Ensembles have been in this state after a kill: one member showed a holder whose node the other
+/// members had deleted.
 #[tokio::test]
 async fn a_waiter_ignores_a_holder_that_only_its_own_server_has() {
     let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();

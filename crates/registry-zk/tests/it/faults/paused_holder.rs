@@ -1,4 +1,5 @@
-//! A holder that is paused for longer than its lease, and then writes.
+//! A process that is paused for longer than its lease and then writes. The server must refuse the
+//! write.
 
 use std::error::Error;
 use std::sync::{Arc, OnceLock};
@@ -18,8 +19,8 @@ use super::support::{LONG_SESSION, MINUTE_SESSION, operator, registry};
 
 const STOCK: &str = "/stock";
 
-/// Writes in a fenced multi. If the guard refuses, sends the same multi over another session, whose
-/// servers must refuse as well.
+/// Writes in a fenced multi. If the guard refuses, sends the same multi over another session. The
+/// server must refuse this multi as well.
 #[derive(Debug)]
 struct StockNode {
     client: Client,

@@ -1,4 +1,4 @@
-//! Reconnects of a client, and the end of a session.
+//! Outages of one server: a client reconnects and keeps its session, and `close` ends a session.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,7 +18,8 @@ use zookeeper_client::{Acls, CreateMode, Permission};
 use super::support::{backend, operator, registry, registry_over, secs};
 use registry_zk::Multi as _;
 
-/// A proxy to a server. Its open connections can stop forwarding; new connections work.
+/// A proxy to a server. On request, its open connections stay open but forward nothing. New
+/// connections work.
 struct SilencingProxy {
     addr: SocketAddr,
     silence: watch::Sender<()>,
@@ -193,7 +194,7 @@ async fn a_session_that_is_closed_during_an_outage_ends_after_it() {
     assert!(is_session_listed().await);
     proxy.set_mode(ProxyMode::Refuse).await.unwrap();
     proxy.cut_all().await;
-    // Long enough that the first client has been stopped.
+    // Long enough for the session to stop its first ZooKeeper client.
     sleep(secs(3)).await;
     _ = client.close(secs(1)).await;
     assert!(is_session_listed().await);
@@ -225,7 +226,7 @@ async fn a_waiter_keeps_its_queue_position_during_a_short_outage() {
         proxy.cut_all().await;
         sleep(Duration::from_millis(700)).await;
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        // Covers its next attempt and several runs of the removal of abandoned nodes.
+        // Covers the waiter's next attempt and several runs of the removal of abandoned nodes.
         assert!(timeout(secs(3), &mut waiter_task).await.is_err());
         assert_eq!(queue().await, before);
     }

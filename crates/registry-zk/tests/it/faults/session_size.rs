@@ -45,8 +45,7 @@ async fn acquire_all(registry: &Registry, keys: impl Iterator<Item = String>) ->
     guards.buffer_unordered(CONCURRENT_CALLERS).collect().await
 }
 
-/// Acquires keys of this length until one is refused. Returns the guards and the error of the
-/// refused one.
+/// Acquires long keys until one is refused. Returns the guards and the error.
 async fn acquire_until_refused(registry: &Registry) -> (Vec<LockGuard>, LockError) {
     let mut guards = Vec::new();
     loop {
@@ -57,10 +56,10 @@ async fn acquire_until_refused(registry: &Registry) -> (Vec<LockGuard>, LockErro
     }
 }
 
-/// Holds all keys in one process whose sessions end, and asserts that the ensemble still serves
+/// Holds all keys in one client, ends its sessions, and asserts that the ensemble still serves
 /// requests.
 async fn assert_ensemble_survives_holder_of(keys: impl Iterator<Item = String> + Clone) {
-    // Heap for all nodes.
+    // The heap must be large enough for all nodes.
     let options = ZooKeeperOptions::new().without_fsync().env("_JAVA_OPTIONS", "-Xmx192m");
     let mut ensemble = ZooKeeperEnsemble::start_with(3, &options).await.unwrap();
     let proxy = FaultProxy::start(ensemble.members()[0].addr()).unwrap();

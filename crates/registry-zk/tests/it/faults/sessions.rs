@@ -105,7 +105,7 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0).await;
     let session = backend.session_id().unwrap();
     server.end_session(session).await.unwrap();
-    // Queued again, in another session.
+    // The waiter is queued again, in another session.
     eventually(LONG, async || {
         let other = backend.session_id().filter(|other| *other != session)?;
         let nodes = server.send_command("dump").await.unwrap();
@@ -177,7 +177,8 @@ async fn a_former_leader_does_not_lead_through_the_node_of_a_dying_session() {
         eventually(LONG, async || leads(&disturbed) == Leadership::Follower).await;
         tokio::time::sleep(pause).await;
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        // The other candidate, or the disturbed one behind it if the other has stepped down.
+        // The next leader is the other candidate, or the disturbed candidate if the other has
+        // stepped down.
         eventually(LONG, async || {
             let leaders = [leads(&disturbed), leads(&other)];
             assert!(leaders.contains(&Leadership::Follower), "two leaders: {leaders:?}");

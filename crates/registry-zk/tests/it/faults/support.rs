@@ -1,4 +1,4 @@
-//! Registries for the tests, and their settings.
+//! Registries for the tests, their settings, and the testkit's workload over them.
 
 use std::sync::Arc;
 use std::time::Duration;

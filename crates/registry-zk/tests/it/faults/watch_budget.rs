@@ -1,4 +1,4 @@
-//! More locks in one session than its client can watch.
+//! More locks in one session than the session can watch. One server.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,11 +58,14 @@ async fn a_broken_connection_ends_no_hold_of_two_thousand() {
         let lock = client.obtain(&format!("awaited/{n}"));
         waiter_tasks.spawn(async move { lock.lock().await });
     }
-    let node = async |n: usize| {
+    let is_queued = async |n: usize| {
         let path = format!("/lock-registry/default/awaited%2F{n}");
         operator.list_children(&path).await.unwrap().len() == 2
     };
-    eventually(LONG, async || join_all((0..CONTENDED).map(&node)).await.iter().all(|is| *is)).await;
+    eventually(LONG, async || {
+        join_all((0..CONTENDED).map(&is_queued)).await.iter().all(|queued| *queued)
+    })
+    .await;
     // The watch budget is used up by some held locks and some waiters.
     let watches = async || server.metric("zk_watch_count").await.unwrap();
     eventually(LONG, async || watches().await > 1_200).await;
