@@ -33,8 +33,8 @@ async fn assert_busy(client: &EtcdBackend, claim: &Claim) {
     assert!(matches!(attempt, Attempt::Busy(_)), "{claim:?}: {attempt:?}");
 }
 
-/// The claims of a queue are granted with increasing tokens, whether they were enqueued before the
-/// upgrade, after it, or between its release and the next grant.
+/// The claims of a queue are granted with increasing tokens. They are enqueued before the upgrade,
+/// after the upgrade, or between the release of the upgraded claim and the next grant.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_claims_behind_an_upgraded_one_have_larger_tokens() {
     let server = EtcdServer::start().await.unwrap();

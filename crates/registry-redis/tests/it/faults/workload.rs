@@ -74,8 +74,7 @@ impl Workload {
     }
 
     /// Stops the workload after all faults have ended. Asserts that a new client acquires every key
-    /// within a lease, that all locks are released, and that `servers`, the masters, hold no lock
-    /// any more.
+    /// within a lease and that all locks are released. No lock may remain on `servers`, the masters.
     pub(crate) async fn end(self, servers: &[&RedisServer]) -> WorkloadOutcome {
         self.end_with(servers, Vec::new()).await
     }

@@ -625,8 +625,8 @@ impl Holders {
     }
 }
 
-/// Readers, writers, upgrades and permits of several processes exclude each other as their modes
-/// require, and have tokens in the order of their grants, while their connections break.
+/// Readers, writers, upgrades and permits of several clients exclude each other as their modes
+/// require, while their connections break. Tokens increase in the order of the grants.
 #[tokio::test]
 async fn modes_exclude_each_other_while_connections_break() {
     const CLIENTS: usize = 4;
