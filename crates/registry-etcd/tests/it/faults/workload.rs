@@ -72,7 +72,7 @@ impl Workload {
     }
 
     /// Stops the workload after all faults have ended. Asserts that a new client acquires every key
-    /// within a lease and that all locks are released. No key may remain in the cluster of `server`.
+    /// within a lease and that all locks are released. No key may remain in the cluster.
     pub(crate) async fn end(self, server: &EtcdServer) -> WorkloadOutcome {
         self.end_with(server, Vec::new()).await
     }

@@ -41,7 +41,7 @@ impl Observer for Renewals {
 
 impl Renewals {
     fn clear(&self) {
-        *self.0.lock().unwrap() = Default::default();
+        *self.0.lock().unwrap() = RenewedKeys::default();
     }
 
     async fn wait_until_all_failed(&self) {

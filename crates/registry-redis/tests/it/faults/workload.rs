@@ -74,7 +74,7 @@ impl Workload {
     }
 
     /// Stops the workload after all faults have ended. Asserts that a new client acquires every key
-    /// within a lease and that all locks are released. No lock may remain on `servers`, the masters.
+    /// within a lease and that all locks are released. No lock may remain on the masters `servers`.
     pub(crate) async fn end(self, servers: &[&RedisServer]) -> WorkloadOutcome {
         self.end_with(servers, Vec::new()).await
     }
