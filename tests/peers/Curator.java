@@ -24,9 +24,10 @@ import org.apache.curator.retry.ExponentialBackoffRetry;
 import org.apache.zookeeper.data.Stat;
 
 /**
- * Another program that uses our locks: acquires a lock in ZooKeeper with Curator itself, many times, as Spring Integration's registry does.
+ * A peer program of the tests: acquires a lock in ZooKeeper many times, with Curator itself. Spring Integration's
+ * registry does the same.
  *
- * <p>It checks nothing. It writes the times of its critical sections to a journal, as peer.py does. Manually:
+ * <p>It checks nothing. It writes the times of its critical sections to a journal, as peer.py does. To run it manually:
  *
  * <pre>
  * java -cp /usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-simple.jar Curator.java --url zk://127.0.0.1:2181 \
@@ -41,7 +42,7 @@ import org.apache.zookeeper.data.Stat;
  * Each error ends the program with a status other than zero and the reason on its standard error.
  */
 public class Curator {
-    /** The node of this process's lock among the contenders. This process has at most one. */
+    /** Returns the node of this process's claim: its session owns at most one child of {@code path}. */
     private static String ownNode(CuratorFramework client, String path) throws Exception {
         long session = client.getZookeeperClient().getZooKeeper().getSessionId();
         for (String child : client.getChildren().forPath(path)) {
@@ -53,7 +54,7 @@ public class Curator {
         throw new IllegalStateException("this process has no node below " + path);
     }
 
-    /** Some units of a semaphore. */
+    /** {@code take} units of a semaphore, acquired and released together as one lock. */
     private static class Units implements InterProcessLock {
         private final InterProcessSemaphoreV2 semaphore;
         private final int take;
@@ -87,7 +88,7 @@ public class Curator {
         }
     }
 
-    private static InterProcessLock lock(CuratorFramework client, String path, Map<String, String> options) {
+    private static InterProcessLock newLock(CuratorFramework client, String path, Map<String, String> options) {
         String recipe = options.getOrDefault("recipe", "mutex");
         switch (recipe) {
             case "semaphore":
@@ -114,16 +115,16 @@ public class Curator {
             CuratorFramework client = CuratorFrameworkFactory.newClient(
                     hosts, session, CONNECTION_MS, new ExponentialBackoffRetry(100, 10));
             client.start();
-            InterProcessLock mutex = lock(client, required(options, "path"), options);
+            InterProcessLock lock = newLock(client, required(options, "path"), options);
             if (options.containsKey("once")) {
-                once(client, mutex, options);
+                once(client, lock, options);
             } else if (options.containsKey("bench")) {
-                bench(mutex, options);
+                bench(lock, options);
             } else {
-                runSections(client, mutex, options);
+                runSections(client, lock, options);
             }
             client.close();
-            // The thread that reads the input would keep the process alive.
+            // Does not wait for other threads, for example those of the client.
             System.exit(0);
         } catch (Throwable error) {
             error.printStackTrace();
@@ -131,10 +132,10 @@ public class Curator {
         }
     }
 
-    private static void runSections(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
+    private static void runSections(CuratorFramework client, InterProcessLock lock, Map<String, String> options) throws Exception {
         long offset = clockOffset();
         Path counter = Path.of(required(options, "counter"));
-        String path = required(options, "path") + (mutex instanceof Units ? "/leases" : "");
+        String path = required(options, "path") + (lock instanceof Units ? "/leases" : "");
         int sections = number(options, "sections", 0);
         int holdMs = number(options, "hold-ms", 1);
         int pauseMs = number(options, "pause-ms", 4);
@@ -147,7 +148,7 @@ public class Curator {
                 Path.of(required(options, "journal")), StandardOpenOption.CREATE, StandardOpenOption.APPEND)) {
             for (int section = 0; section < sections; section++) {
                 long asked = System.nanoTime() + offset;
-                mutex.acquire();
+                lock.acquire();
                 long entered = System.nanoTime() + offset;
                 // Read, pause and write are one atomic step only under mutual exclusion.
                 long count = Long.parseLong(Files.readString(counter).strip());
@@ -155,7 +156,7 @@ public class Curator {
                 overwriteNumber(counter, count + 1);
                 long token = client.checkExists().forPath(ownNode(client, path)).getCzxid();
                 long leaving = System.nanoTime() + offset;
-                mutex.release();
+                lock.release();
                 long left = System.nanoTime() + offset;
                 journal.write(String.format(
                         "{\"client\":%d,\"asked\":%d,\"entered\":%d,\"leaving\":%d,\"left\":%d,\"token\":%d}%n",
@@ -167,7 +168,7 @@ public class Curator {
         printLine("done");
     }
 
-    /** Replaces the number in one write: a concurrent reader reads an old number, but never half of one. */
+    /** Replaces the number in one write: a concurrent reader can read an old number, but never a part of a number. */
     private static void overwriteNumber(Path counter, long count) throws Exception {
         try (RandomAccessFile file = new RandomAccessFile(counter.toFile(), "rw")) {
             file.write(String.format("%10d", count).getBytes(StandardCharsets.US_ASCII));
@@ -175,28 +176,28 @@ public class Curator {
     }
 
     /** For each line of input, runs that number of pairs of acquire and release, and prints their duration in nanoseconds. */
-    private static void bench(InterProcessLock mutex, Map<String, String> options) throws Exception {
-        pairs(mutex, number(options, "bench", 0));
+    private static void bench(InterProcessLock lock, Map<String, String> options) throws Exception {
+        runPairs(lock, number(options, "bench", 0));
         printLine("ready");
         BufferedReader input = new BufferedReader(new InputStreamReader(System.in));
         for (String line = input.readLine(); line != null; line = input.readLine()) {
-            printLine(Long.toString(pairs(mutex, Integer.parseInt(line.strip()))));
+            printLine(Long.toString(runPairs(lock, Integer.parseInt(line.strip()))));
         }
     }
 
-    private static long pairs(InterProcessLock mutex, int count) throws Exception {
+    private static long runPairs(InterProcessLock lock, int count) throws Exception {
         long began = System.nanoTime();
         for (int pair = 0; pair < count; pair++) {
-            mutex.acquire();
-            mutex.release();
+            lock.acquire();
+            lock.release();
         }
         return System.nanoTime() - began;
     }
 
-    private static void once(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
+    private static void once(CuratorFramework client, InterProcessLock lock, Map<String, String> options) throws Exception {
         String[] what = options.get("once").split(" ");
         if (what[0].equals("try")) {
-            if (!mutex.acquire(0, TimeUnit.MILLISECONDS)) {
+            if (!lock.acquire(0, TimeUnit.MILLISECONDS)) {
                 printLine("busy");
                 return;
             }
@@ -204,7 +205,7 @@ public class Curator {
         } else {
             client.blockUntilConnected();
             printLine("waiting");
-            mutex.acquire();
+            lock.acquire();
             printLine("held");
             if (what.length > 1) {
                 Thread.sleep(Long.parseLong(what[1]));
@@ -212,7 +213,7 @@ public class Curator {
                 new BufferedReader(new InputStreamReader(System.in)).readLine();
             }
         }
-        mutex.release();
+        lock.release();
         printLine("released");
     }
 
@@ -237,8 +238,9 @@ public class Curator {
     }
 
     /**
-     * Returns the difference between the testkit's clock and Java's: the time for which the machine was suspended since its start.
-     * The kernel returns the former in hundredths of a second, so each reading yields only a lower and an upper bound.
+     * Returns the testkit's clock minus Java's: the time for which the machine was suspended since its start.
+     * {@code /proc/uptime} shows the testkit's clock in hundredths of a second, so each reading yields only a lower and
+     * an upper bound.
      */
     private static long clockOffset() throws Exception {
         Path uptime = Path.of("/proc/uptime");

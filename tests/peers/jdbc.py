@@ -1,7 +1,7 @@
 """Locks as Spring Integration's JdbcLockRegistry acquires them. Sections and journals are in peer.py.
 
-The statements are those of DefaultLockRepository, of version 7.0 (`v7`) and of 6.x (`v6`): the same tables, columns, conditions
-and transactions, and the client's own clock, in UTC without a zone. Their `?` is a `%s` here.
+The statements are those of DefaultLockRepository, of version 7.0 (`v7`) and of 6.x (`v6`). They have the same tables, columns,
+conditions and transactions, and use the client's own clock, in UTC without a zone. Their `?` is a `%s` here.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ UUID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-
 
 
 def lock_key(key):
-    """UUIDConverter.getUUID(key).toString(): with Java's nameUUIDFromBytes, which is MD5 with the version bits of version 3."""
+    """Returns UUIDConverter.getUUID(key).toString(). Java's nameUUIDFromBytes is an MD5 hash with the bits of UUID version 3."""
     if UUID.fullmatch(key):
         return key.lower()
     return str(uuid.UUID(bytes=hashlib.md5(key.encode()).digest(), version=3))
@@ -47,8 +47,8 @@ class Postgres:
 
         self.errors = psycopg2.errors
         self.connection = psycopg2.connect(url)
-        self.integrity = psycopg2.IntegrityError
-        self.database = psycopg2.Error
+        self.integrity_error = psycopg2.IntegrityError
+        self.database_error = psycopg2.Error
 
     def is_transient(self, error):
         errors = self.errors
@@ -60,18 +60,18 @@ class MariaDb:
     def __init__(self, url):
         import pymysql
 
-        place = urlsplit(url)
+        address = urlsplit(url)
         self.connection = pymysql.connect(
-            host=place.hostname,
-            port=place.port or 3306,
-            user=unquote(place.username or "root"),
-            password=unquote(place.password or ""),
-            database=place.path.lstrip("/"),
-            # As Java's drivers do: the count includes found rows that were not changed.
+            host=address.hostname,
+            port=address.port or 3306,
+            user=unquote(address.username or "root"),
+            password=unquote(address.password or ""),
+            database=address.path.lstrip("/"),
+            # As in Java's drivers, `rowcount` includes rows that were found but not changed.
             client_flag=pymysql.constants.CLIENT.FOUND_ROWS,
         )
-        self.integrity = pymysql.IntegrityError
-        self.database = pymysql.Error
+        self.integrity_error = pymysql.IntegrityError
+        self.database_error = pymysql.Error
 
     def is_transient(self, error):
         return error.args[0] in (1205, 1213)
@@ -101,18 +101,18 @@ class JdbcLock:
             raise RuntimeError("Lock was released in the store due to expiration.")
 
     def acquire(self, cursor):
-        place = (self.region, self.key)
+        row_key = (self.region, self.key)
         at = now()
         if self.generation == "v7":
-            update = (self.client_id, at + self.ttl, *place, self.client_id, at)
+            update = (self.client_id, at + self.ttl, *row_key, self.client_id, at)
         else:
-            update = (self.client_id, at, *place, self.client_id, now() - self.ttl)
+            update = (self.client_id, at, *row_key, self.client_id, now() - self.ttl)
         cursor.execute(UPDATE[self.generation].format(prefix="INT_"), update)
         if cursor.rowcount > 0:
             return True
-        # The time after the update, as in the original.
+        # The original reads the clock again after the update.
         at = now()
-        insert = (*place, self.client_id, at, at + self.ttl) if self.generation == "v7" else (*place, self.client_id, at)
+        insert = (*row_key, self.client_id, at, at + self.ttl) if self.generation == "v7" else (*row_key, self.client_id, at)
         cursor.execute(INSERT[self.generation].format(prefix="INT_"), insert)
         return cursor.rowcount > 0
 
@@ -120,22 +120,23 @@ class JdbcLock:
         cursor.execute(DELETE.format(prefix="INT_"), (self.region, self.key, self.client_id))
         return cursor.rowcount == 1
 
-    def in_transaction(self, work, begin=None):
+    def in_transaction(self, work, set_isolation=None):
         """Runs `work` in its own transaction. Transient errors are retried at once and without limit, as in the original."""
         connection = self.database.connection
         while True:
             try:
                 with connection.cursor() as cursor:
-                    if begin:
-                        # In MariaDB the statement applies to the next transaction, in PostgreSQL to this one, which it begins.
-                        cursor.execute(begin)
+                    if set_isolation:
+                        # In MariaDB, the statement applies to the next transaction, which `work` begins. In PostgreSQL,
+                        # the driver begins a transaction before it, and it applies to that one.
+                        cursor.execute(set_isolation)
                     answer = work(cursor)
                 connection.commit()
                 return answer
-            except self.database.integrity:
+            except self.database.integrity_error:
                 connection.rollback()
                 return False
-            except self.database.database as error:
+            except self.database.database_error as error:
                 connection.rollback()
                 if not self.database.is_transient(error):
                     raise

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Another program that uses our locks: acquires a lock in Redis as Spring Integration or Redisson does, in a database as Spring Integration
-does, or in ZooKeeper with kazoo, many times.
+"""A peer program of the tests: acquires a lock many times, as another lock library does.
+
+The lock is in Redis, as with Spring Integration or Redisson; in a database, as with Spring Integration; or in ZooKeeper, with kazoo.
 
 It checks nothing. It writes the times of its critical sections to a journal, and the tests merge the journals of all processes.
-The requests to the server are in spring.py, redisson.py, jdbc.py and zoo.py. Started by the tests in tests/tests. Manually:
+The requests to the server are in spring.py, redisson.py, jdbc.py and zoo.py. The tests in tests/tests start it. To run it manually:
 
     peer.py --url redis://127.0.0.1/ --layout spring --namespace locks --key orders/42 \
         --sections 500 --journal journal --counter counter
@@ -42,7 +43,7 @@ import redisson
 import spring
 import zoo
 
-# The clock of the testkit's `host_clock`.
+# The same clock as in the testkit's `host_clock`.
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -55,7 +56,7 @@ def print_line(line):
 
 
 class Wait:
-    """The release messages and timeouts during one wait."""
+    """Counts the release messages and timeouts during one wait."""
 
     def __init__(self):
         self.wakes = 0
@@ -63,12 +64,12 @@ class Wait:
         self.woken_at = None
 
     def woken(self):
-        """A release message was received."""
+        """Records that a release message was received."""
         self.woken_at = now()
         self.wakes += 1
 
     def timed_out(self):
-        """No release message arrived before the timeout after which the original polls."""
+        """Records that no release message arrived before the timeout after which the original polls."""
         self.fallbacks += 1
 
 
@@ -150,7 +151,7 @@ def run_sections(lock, options):
 
 
 def overwrite_number(counter, count):
-    """Replaces the number in one write: a concurrent reader reads an old number, but never half of one."""
+    """Replaces the number in one write: a concurrent reader can read an old number, but never a part of a number."""
     with open(counter, "r+", encoding="ascii") as file:
         file.write(f"{count:>10}")
 

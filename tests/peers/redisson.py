@@ -48,14 +48,15 @@ UNLOCK_MESSAGE = 0
 # `lockWatchdogTimeout`, unless it is set.
 LEASE_MS = 30_000
 
-# (timeout + delay(retryAttempts)) * retryAttempts, the longest duration with the defaults.
+# The expiry of the latch of a release. In Redisson, it is (timeout + delay(retryAttempts)) * retryAttempts. This is the
+# maximum with the default options.
 LATCH_MS = 20_000
 
 FOREVER_S = 24 * 60 * 60
 
 
 def prefix_name(prefix, name):
-    """RedissonObject.prefixName: a name with a brace is assumed to have a hash tag."""
+    """Same as RedissonObject.prefixName: a name with a brace is assumed to have a hash tag."""
     return f"{prefix}:{name}" if "{" in name else f"{prefix}:{{{name}}}"
 
 
@@ -112,13 +113,13 @@ class RedissonLock:
             self.listener.unsubscribe(self.channel)
 
     def await_message(self, wait, left_ms):
-        # Each message is a permit of the entry's latch, also one that arrived while no caller waited. A lock without a lease is
-        # awaited without a limit.
+        # In Redisson, each message adds a permit to the semaphore of the waiting callers, even if no caller waits. Messages that
+        # arrived earlier therefore count too. The wait for a lock without a lease has no limit.
         message = self.listener.get_message(timeout=FOREVER_S if left_ms < 0 else left_ms / 1000)
         if message is None:
             wait.timed_out()
             return
-        # Redisson parses every message as a number, and fails at others.
+        # Redisson parses every message as a number, and fails if it is not one.
         if message["type"] in ("message", "smessage") and int(message["data"]) == UNLOCK_MESSAGE:
             wait.woken()
 

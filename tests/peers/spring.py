@@ -2,7 +2,7 @@
 
 The scripts are Spring Integration's own, from
 spring-integration-redis/src/main/java/org/springframework/integration/redis/util/RedisLockRegistry.java
-of https://github.com/spring-projects/spring-integration, versions 6.5.2 and 7.1 (they differ in the channel alone).
+of https://github.com/spring-projects/spring-integration, versions 6.5.2 and 7.1 (which differ only in the channel).
 Copyright 2014-present the original author or authors. Licensed under the Apache License, Version 2.0; see
 LICENSE-APACHE at the root of this repository. They are unchanged, because our locks must be compatible with them.
 """
@@ -59,7 +59,7 @@ class SpringLock:
         self.obtain_script = client.register_script(OBTAIN_LOCK_SCRIPT)
 
     def try_lock(self):
-        # A script's true is the number 1, its false is nil.
+        # Redis converts a script's true to the number 1, and its false to nil.
         answer = self.obtain_script(keys=[self.lock_key], args=[self.client_id, self.lease_ms])
         return answer == 1
 
@@ -86,7 +86,7 @@ class SpinLock(SpringLock):
             try:
                 return self.client.execute_command("DELEX", self.lock_key, "IFEQ", self.client_id) == 1
             except redis.ResponseError as error:
-                # Servers before 8.4. The client removes the "ERR".
+                # Servers before 8.4 do not know DELEX. The client removes the "ERR" of the message.
                 if not str(error).lower().startswith(("unknown command", "syntax error")):
                     raise
                 self.supports_compare_and_delete = False
@@ -128,7 +128,7 @@ class PubSubLock(SpringLock):
             raise RuntimeError(f"the subscription was answered with {confirmed}")
 
     def await_message(self, wait):
-        # No longer than the waiter's own lease, whatever remains of the holder's.
+        # As in the original, the wait ends after the waiter's own lease, even if the holder's lease ends later.
         deadline = time.monotonic() + self.lease_ms / 1000
         while (left := deadline - time.monotonic()) > 0:
             message = self.listener.get_message(timeout=left)

@@ -1,7 +1,7 @@
-"""Locks in ZooKeeper as kazoo acquires them, and by kazoo itself. Sections and journals are in peer.py.
+"""Locks in ZooKeeper, acquired with the library kazoo. Sections and journals are in peer.py.
 
-kazoo has its own node names. A program that shares locks with Curator and with us either waits for their nodes too, as `patterned`
-does with a parameter of kazoo, or uses their node names, as `renamed` does with its own class.
+kazoo has its own node names. There are two ways for kazoo to share locks with Curator and with us. With `patterned`, it waits for
+their nodes too, by a parameter of kazoo. With `renamed`, it uses their node names, by a subclass of its lock. `stock` is unchanged.
 """
 
 import logging
@@ -18,14 +18,14 @@ except ImportError as error:
         "python3 -m pip install -r tests/peers/requirements.txt"
     )
 
-# The tests cause lost connections, and kazoo raises them as errors.
+# The tests break connections on purpose. kazoo raises an error for each, so its log is not needed.
 logging.getLogger("kazoo").setLevel(logging.CRITICAL)
 
 SESSION_MS = 10_000
 
 
 class CuratorNamedLock(Lock):
-    """kazoo's lock with Curator's names."""
+    """kazoo's lock with Curator's node names."""
 
     _NODE_NAME = "-lock-"
     _EXCLUDE_NAMES = ["-lock-", "__lock__"]
@@ -37,14 +37,14 @@ class CuratorNamedLock(Lock):
 
 
 class KazooLock:
-    """A lock at a path. `naming` is stock, patterned or renamed."""
+    """A lock at a path. `naming` is stock, patterned or renamed, as described above."""
 
     def __init__(self, url, path, naming, session_ms):
         self.client = KazooClient(hosts=url.removeprefix("zk://"), timeout=session_ms / 1000)
         self.client.start(timeout=60)
         self.path = path
         self.naming = naming
-        self.held = None
+        self.held_lock = None
 
     def new_lock(self):
         if self.naming == "renamed":
@@ -59,10 +59,10 @@ class KazooLock:
                 if not lock.acquire(**options):
                     return False
             except NoNodeError:
-                # kazoo creates persistent parents. A container that Curator or we have created is removed when it is empty, even
-                # between kazoo's check and the creation of its node.
+                # ZooKeeper removes an empty container that Curator or we have created. This can happen after kazoo has checked
+                # that the parent exists, and before it creates its node.
                 continue
-            self.held = lock
+            self.held_lock = lock
             return True
 
     def try_lock(self):
@@ -74,9 +74,9 @@ class KazooLock:
 
     @property
     def token(self):
-        """The transaction that created the node of this lock."""
-        return self.client.exists(f"{self.path}/{self.held.node}").czxid
+        """The id of the transaction that created the node of this lock."""
+        return self.client.exists(f"{self.path}/{self.held_lock.node}").czxid
 
     def unlock(self):
-        self.held.release()
-        self.held = None
+        self.held_lock.release()
+        self.held_lock = None
