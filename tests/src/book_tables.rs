@@ -1,6 +1,7 @@
-//! The tables of the documentation that are generated from the code: options, schemes, features,
-//! capabilities, metrics, exit statuses and error texts; and the tables and charts of measured
-//! figures. The program `book-tables` writes them, and a test fails if they are stale.
+//! The generated tables of the documentation. Options, schemes, features, capabilities, metrics,
+//! exit statuses and error texts come from the code. The tables and charts of measured figures come
+//! from results files. The program `book-tables` writes all of them, and a test fails if they are
+//! stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 
@@ -144,16 +145,16 @@ fn all_options() -> String {
     table
 }
 
-/// Returns the options of these stores that not all stores have.
+/// Returns the table of the options of these stores, without the options that all stores have.
 fn options_of(stores: &[&str]) -> String {
     let mut table =
         String::from("| option | stores | default | values | meaning |\n|---|---|---|---|---|\n");
     for option in describe_options() {
         let OptionDescription { name, stores: all, default, values, help, .. } = option;
-        let is_one = |part: &str| {
+        let names_a_store = |part: &str| {
             stores.iter().any(|store| part.split([' ', '+', '`']).any(|word| word == *store))
         };
-        let parts: Vec<&str> = all.split(", ").filter(|part| is_one(part)).collect();
+        let parts: Vec<&str> = all.split(", ").filter(|part| names_a_store(part)).collect();
         if !parts.is_empty() {
             let parts = parts.join(", ");
             let _ = writeln!(table, "| `{name}` | {parts} | {default} | {values} | {help} |");
@@ -201,7 +202,7 @@ fn capabilities() -> io::Result<String> {
     Ok(table)
 }
 
-/// Returns the features that `Cargo.toml` documents with `##`.
+/// Returns the table of the features that `Cargo.toml` documents with `##`.
 fn features(root: &Path) -> io::Result<String> {
     let manifest = fs::read_to_string(root.join("crates/lock-registry/Cargo.toml"))?;
     let mut table = String::from("| feature | adds |\n|---|---|\n");
@@ -221,7 +222,7 @@ fn features(root: &Path) -> io::Result<String> {
     Ok(table)
 }
 
-/// Returns the statuses of the help text of `lockreg`.
+/// Returns the table of exit statuses, from the help text of `lockreg`.
 fn exit_statuses(root: &Path) -> io::Result<String> {
     let help = fs::read_to_string(root.join("crates/registry-cli/src/exit_status.txt"))?;
     let mut table = String::from("| status | means |\n|---|---|\n");
@@ -232,8 +233,8 @@ fn exit_statuses(root: &Path) -> io::Result<String> {
     Ok(table)
 }
 
-/// The beginnings of the texts in a `config.rs` that state a problem. Its other texts describe
-/// options.
+/// The beginnings of the texts in a `config.rs` or `options.rs` that state a problem. The other
+/// texts in these files describe options.
 const PROBLEMS: &[&str] = &[
     "contains ",
     "is ",
@@ -248,12 +249,12 @@ const PROBLEMS: &[&str] = &[
     "no store URL ",
 ];
 
-/// Words of statements, which may contain a semicolon too.
-const SQL: &[&str] =
+/// Words by which SQL statements are recognised: they can contain a semicolon too.
+const SQL_WORDS: &[&str] =
     &["SELECT", "GET_LOCK", "RELEASE_ALL_LOCKS", "BEGIN ", "SET ", "PREPARE ", "EXECUTE "];
 
-/// Returns the texts of the form `CAUSE; REMEDY` in these files and folders of `crates`: the
-/// errors, or the findings of `doctor`.
+/// Returns the table of the texts of the form `CAUSE; REMEDY` in these files and folders of
+/// `crates`: the errors, or the findings of `doctor`.
 fn error_texts(root: &Path, places: &str, are_findings: bool) -> io::Result<String> {
     let mut files = Vec::new();
     for place in places.split(' ') {
@@ -267,7 +268,7 @@ fn error_texts(root: &Path, places: &str, are_findings: bool) -> io::Result<Stri
         let is_config = file.ends_with("config.rs") || file.ends_with("options.rs");
         for text in string_literals(&fs::read_to_string(&file)?) {
             let Some((cause, remedy)) = text.split_once("; ") else { continue };
-            let is_sql = SQL.iter().any(|word| text.contains(word));
+            let is_sql = SQL_WORDS.iter().any(|word| text.contains(word));
             let is_problem = !is_config || PROBLEMS.iter().any(|start| text.starts_with(start));
             let is_prose = cause.contains(' ')
                 && for_cell(cause).contains(char::is_alphabetic)
@@ -285,7 +286,7 @@ fn error_texts(root: &Path, places: &str, are_findings: bool) -> io::Result<Stri
     Ok(table)
 }
 
-/// Adds a file, or all Rust files of a folder, except the descriptions of events.
+/// Adds a file, or all Rust files of a folder, except `event.rs`, which describes events.
 fn add_sources(place: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     if place.is_dir() {
         for entry in fs::read_dir(place)? {
@@ -309,7 +310,8 @@ fn string_literals(source: &str) -> Vec<String> {
         if open.is_none() && (trimmed.starts_with("//") || line.contains("reason = ")) {
             continue;
         }
-        // A line of a literal that ends with a backslash continues after the indent of the next.
+        // If a line of a literal ends with a backslash, the indentation of the next line is not
+        // part of the literal.
         let line = if open.is_some() { trimmed } else { line };
         let line = line.replace("'\"'", "");
         let mut chars = line.chars();

@@ -11,7 +11,8 @@ use crate::pictures::{frame, write_text};
 /// The names of the charts. Each is a file in `book/src/pictures`.
 const CHARTS: [&str; 3] = ["latency", "throughput", "ratios"];
 
-/// The results files with a lock of each store next to the same requests without this library.
+/// The stores, each with the results file that compares a lock with the same requests without this
+/// library.
 const RATIOS: [(&str, &str); 6] = [
     ("SQLite", "sqlite"),
     ("Redis", "redis"),
@@ -69,7 +70,7 @@ struct Chart {
     series: Vec<&'static str>,
     /// The bars of each store, in the order of the series.
     rows: Vec<(String, Vec<Bar>)>,
-    /// The place of a vertical line.
+    /// The position of a vertical line, in the unit of `Bar::length`.
     mark: Option<f64>,
 }
 
@@ -80,7 +81,7 @@ struct Bar {
 }
 
 impl Chart {
-    /// Two columns of the table of stores.
+    /// Returns the chart of two columns of the results file `stores`.
     fn of_stores(root: &Path, title: &'static str, series: [&'static str; 2]) -> io::Result<Self> {
         let figures = Results::read(root, "stores")?.figures;
         let is_shown =
@@ -107,7 +108,7 @@ impl Chart {
         for (store, file) in RATIOS {
             let name = format!("{store}: uncontended lock and unlock");
             let results = Results::read(root, file)?;
-            // The first reference is the one with the same requests.
+            // Of the figures with this name, the first is compared with the same requests.
             let found = results.figures.into_iter().find(|figure| figure.name == name);
             let ratio = found.and_then(|figure| figure.ratio);
             let ratio = ratio.ok_or_else(|| io::Error::other(format!("{file}: no {name}")))?;
@@ -158,7 +159,7 @@ impl Chart {
             let kinds = &KINDS[KINDS.len() - bars.len()..];
             for (bar, kind) in bars.iter().zip(kinds) {
                 write_bar(&mut body, kind, (LEFT, top), length_max * bar.length);
-                // Not under the mark.
+                // The text begins after the vertical line, which would cross it.
                 let end = LEFT + length_max * bar.length.max(mark);
                 write_text(&mut body, "small", (end + 6.0, top + 13.0), "start", &bar.text);
                 top += BAR;

@@ -32,7 +32,7 @@ struct Machine {
     rust: String,
 }
 
-/// One figure. It is a median.
+/// One measured figure, which is a median.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Figure {
     pub(crate) group: String,
@@ -125,7 +125,7 @@ fn with_references(figures: &[Figure]) -> String {
         ("reference", &reference),
         ("ratio", &ratio),
     ];
-    // A column without a value is left out.
+    // A column without any value is left out.
     let is_used = |cell: Cell<'_>| figures.iter().any(|it| cell(it).is_some());
     let columns: Vec<_> = columns.into_iter().filter(|(_, cell)| is_used(cell)).collect();
     let row = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
@@ -172,9 +172,9 @@ fn ratio(figure: &Figure) -> Option<String> {
     figure.ratio.map(|ratio| format!("{} x", number(ratio)))
 }
 
-/// Returns a value with its unit. A time in nanoseconds gets a suitable one.
+/// Returns a value with its unit. A time in nanoseconds is converted to a suitable unit.
 fn quantity(value: f64, unit: &str) -> String {
-    let shortest = |text: String| match text.contains('.') {
+    let without_trailing_zeros = |text: String| match text.contains('.') {
         true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
         false => text,
     };
@@ -185,13 +185,13 @@ fn quantity(value: f64, unit: &str) -> String {
                 units.into_iter().find(|(size, _)| value >= *size).unwrap_or((1.0, "ns"));
             format!("{} {unit}", number(value / size))
         }
-        "" => shortest(number(value)),
-        "/s" => format!("{}/s", shortest(number(value))),
-        unit => format!("{} {unit}", shortest(number(value))),
+        "" => without_trailing_zeros(number(value)),
+        "/s" => format!("{}/s", without_trailing_zeros(number(value))),
+        unit => format!("{} {unit}", without_trailing_zeros(number(value))),
     }
 }
 
-/// Rounds to three digits, and groups the digits before the decimal point.
+/// Rounds to three significant digits, and groups the digits before the decimal point.
 fn number(value: f64) -> String {
     let rounded: f64 = format!("{value:.2e}").parse().unwrap_or(value);
     let decimals = match rounded {

@@ -1,5 +1,5 @@
-//! Shared by the whole-system tests: the simulation of many processes on one store, and the
-//! critical sections of real processes.
+//! Shared by the whole-system tests: the simulation of many processes on one store, the critical
+//! sections of real processes, and the generated tables, charts and pictures of the book.
 
 pub mod sim;
 

@@ -1,7 +1,7 @@
 //! The pictures of the book: SVG drawn from the text files in `book/pictures`. The program
 //! `book-tables` writes them, and a test fails if they are stale.
 //!
-//! A file has one item per line. Texts are in quotes; `|` breaks a line of a box.
+//! A file has one item per line. Texts are in quotes. In the text of a box, `|` is a line break.
 //!
 //! ```text
 //! title "TEXT"                      alt "TEXT"                     size WIDTH HEIGHT
@@ -86,7 +86,7 @@ fn draw(text: &str) -> Result<String, String> {
     let (mut title, mut alt, mut size) = (String::new(), String::new(), (0.0, 0.0));
     let mut lanes: BTreeMap<String, f64> = BTreeMap::new();
     let mut boxes: BTreeMap<String, Area> = BTreeMap::new();
-    // Lines are below boxes, and texts are above both.
+    // Lines are drawn first and texts last, so that boxes cover lines, and no shape covers a text.
     let (mut lines, mut shapes, mut texts) = (String::new(), String::new(), String::new());
     for (number, line) in text.lines().enumerate() {
         let words = words(line);
@@ -118,7 +118,7 @@ fn draw(text: &str) -> Result<String, String> {
                 // The line begins and ends at the edge of a bar.
                 let step = if end.1 > start.1 { 16.0 } else { -16.0 };
                 arrow(&mut lines, (start.0, start.1 + step), (end.0, end.1 - step));
-                // Beside the middle of the line.
+                // The text is to the right of the middle of the line.
                 let half = text_width(text) / 2.0 + 8.0;
                 let middle = (f64::midpoint(start.0, end.0) + half, f64::midpoint(start.1, end.1));
                 write_label(&mut texts, middle, text);
@@ -176,8 +176,8 @@ pub(crate) fn frame((width, height): (f64, f64), title: &str, alt: &str, body: &
 /// Splits a line at spaces outside of quotes.
 fn words(line: &str) -> Vec<String> {
     let mut words = Vec::new();
-    for (place, part) in line.split('"').enumerate() {
-        if place % 2 == 1 {
+    for (index, part) in line.split('"').enumerate() {
+        if index % 2 == 1 {
             words.push(part.to_owned());
         } else {
             words.extend(part.split_whitespace().map(str::to_owned));
@@ -186,7 +186,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// Where an edge leaves one box and enters the other.
+/// Returns the points where an edge leaves one box and enters the other.
 fn ends(from: &Area, to: &Area) -> ((f64, f64), (f64, f64)) {
     let centre = |area: &Area| (area.left + area.width / 2.0, area.top + area.height / 2.0);
     let (start, end) = (centre(from), centre(to));
@@ -224,7 +224,7 @@ fn write_box(shapes: &mut String, texts: &mut String, area: Area, kind: &str, te
     }
 }
 
-/// Writes a small text over the line that it belongs to.
+/// Writes a small text with an opaque background, so that its line does not cross it.
 fn write_label(texts: &mut String, centre: (f64, f64), text: &str) {
     if !text.is_empty() {
         let width = text_width(text) + 8.0;

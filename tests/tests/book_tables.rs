@@ -52,7 +52,7 @@ fn the_pages_of_the_stores_have_the_same_headings() {
     }
 }
 
-/// The texts that are not of the form `CAUSE; REMEDY`, from which the tables are generated.
+/// These texts do not have the form `CAUSE; REMEDY`, so the generated tables do not contain them.
 #[test]
 fn the_page_of_errors_has_every_reason_of_a_loss_and_of_an_invalid_key() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -69,8 +69,7 @@ fn the_page_of_errors_has_every_reason_of_a_loss_and_of_an_invalid_key() {
     }
 }
 
-/// A picture without text is lost for readers who cannot see it, and one that no page shows is
-/// drawn in vain.
+/// Readers who cannot see a picture need its text. A picture that no page shows is superfluous.
 #[test]
 fn each_picture_is_shown_with_the_text_that_describes_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
