@@ -1,10 +1,11 @@
-//! A seeded simulation on paused time: the real engine in several "processes" on one in-process
-//! store. The network loses, delays and repeats messages. Clients hold for too long, give up and
-//! drop their futures. One seed drives everything, so a failing seed can be replayed.
+//! A seeded simulation on paused time: the real engine in several simulated processes on one
+//! in-process store. The network loses, delays and repeats messages. Clients hold locks beyond
+//! their leases, stop waiting, and drop their futures. One seed determines a whole trial, so a
+//! failing trial can be replayed.
 //!
 //! In a trial of all modes, clients also read, upgrade, downgrade, take units of semaphores and
-//! lock several keys, and processes crash: their network fails for good, their futures and guards
-//! are dropped, and new processes continue.
+//! lock several keys. Processes also crash: their network fails permanently, their futures and
+//! guards are dropped, and new processes replace them.
 //!
 //! Checked during a trial or at its end:
 //!
@@ -15,8 +16,8 @@
 //! - I4: only the owner can release, and the release of a lost lock never returns `Ok`.
 //! - I5: every key can be acquired soon after the faults have stopped.
 //! - I6: no unknown grant remains.
-//! - I7: dropped futures and guards leave nothing behind.
-//! - I8: one contender per key and process, and no local lock remains.
+//! - I7: dropped futures and guards leave no claim behind.
+//! - I8: only one claim of a process competes for a key, and no local lock remains.
 //! - I9: callers of a process are served in order, readers do not starve a writer, and all units of
 //!   a semaphore can be taken together.
 
@@ -36,12 +37,13 @@ use self::trial::Trial;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultProfile {
-    /// Requests and replies are delayed, and nothing else happens.
+    /// Requests and replies are only delayed.
     Calm,
-    /// Requests, replies and wake-ups are lost, and false invalidations arrive.
+    /// Requests, replies and wake-ups are also lost, requests are refused, waiters wake early, and
+    /// false invalidations arrive.
     Lossy,
-    /// As [`Lossy`](Self::Lossy), and some requests hang for much longer than any caller waits, or
-    /// arrive twice.
+    /// As [`Lossy`](Self::Lossy). Some requests or replies also take much longer than the request
+    /// timeout, or requests arrive twice.
     Stormy,
 }
 
@@ -59,11 +61,11 @@ pub struct TrialOutcome {
     pub faults: u64,
     /// The number of processes that crashed.
     pub crashes: u64,
-    /// All steps: when, of which client, and what happened.
+    /// All steps in order.
     pub trace: Vec<Step>,
 }
 
-/// One step of a trial.
+/// One step of a trial: its time, the number of the client, and what happened.
 pub type Step = (Duration, usize, &'static str);
 
 /// Returns the fault profile of a seed. Consecutive seeds cycle through all profiles.
@@ -89,7 +91,7 @@ pub enum TrialModes {
 /// Runs one trial of about `grants` grants.
 ///
 /// # Panics
-/// If a property is violated; the message names it.
+/// If a property is violated. The message names the property.
 #[must_use]
 pub fn run(
     seed: Seed,
@@ -109,8 +111,8 @@ pub fn run(
         trial.run_to_end().await;
         trial.check_final_state().await;
         let history = trial.history();
-        // `busy_answers` is not checked: a caller that does not wait also receives "busy" while
-        // another local caller is still asking the store.
+        // The check `busy_answers` is left out: a caller that does not wait also receives "busy"
+        // while the store has not answered another local caller.
         let check_history = || {
             token_order(&history)?;
             fenced_writes(&history)?;

@@ -1,5 +1,6 @@
-//! Seeded trials; no trial violates a property. The long form, which `.ci/run` selects with
-//! `SIMULATION=long`, exceeds a million grants.
+//! Runs seeded trials of the simulation (`lock_registry_tests::sim`), and checks that none violates
+//! a property. The long form, which `.ci/run` selects with `SIMULATION=long`, exceeds a million
+//! grants.
 
 use std::env;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lock_registry_tests::sim::{TrialModes, fault_profile, run};
 use registry_testkit::seed::{Seed, Seeds, replay};
 
-/// The number of trials of the short and the long form, and the grants of each trial.
+/// The numbers of trials in the short and the long form, and the number of grants of each trial.
 const SHORT: u64 = 200;
 const LONG: u64 = 1_200;
 const SHORT_OF_ALL_MODES: u64 = 60;
@@ -25,7 +26,7 @@ fn no_trial_of_all_modes_violates_a_property() {
     println!("{totals}");
 }
 
-/// Returns the totals of all trials.
+/// Runs the trials, which panic at a violation. Returns the totals as text.
 fn assert_no_trial_violates_a_property(modes: TrialModes, short: u64, long: u64) -> String {
     let crashes = AtomicU64::new(0);
     let (grants, lost, dropped, faults) =

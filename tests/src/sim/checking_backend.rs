@@ -1,4 +1,5 @@
-//! Records every request from one process to the store, and rejects those that violate I8.
+//! A backend that records each request of one process to the store, and panics if a request
+//! violates I8.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use registry_core::{
 
 use super::FaultProfile;
 
-/// Sits between the engine of one process and its network.
+/// Checks the requests of the engine of one process, and passes them to its network.
 #[derive(Debug)]
 pub(super) struct CheckingBackend {
     inner: Arc<dyn LockBackend>,
@@ -25,24 +26,25 @@ pub(super) struct CheckingBackend {
     invalidations: Mutex<InvalidationSource>,
 }
 
-/// Sends invalidations, true or false. Some of them report this process's own changes.
+/// Sends invalidations at random. They can be false, or report this process's own changes.
 #[derive(Debug)]
 struct InvalidationSource {
     rng: Rng,
-    registry: Option<Invalidations>,
+    sender: Option<Invalidations>,
 }
 
 #[derive(Debug, Default)]
 struct RequestLog {
-    /// Requests for a key that are unanswered so far.
+    /// The number of unanswered acquire requests of each key.
     acquiring: HashMap<Key, usize>,
-    /// First releases of held claims that are unanswered so far.
+    /// The number of unanswered releases of exclusive claims of each key, without lost and
+    /// converted claims.
     releasing: HashMap<Key, usize>,
-    /// The exclusive claims that this process holds, as far as it can know, except converted ones:
-    /// those leave the local permit to others.
+    /// The exclusive claims that this process holds, as far as it can know. Converted claims are
+    /// left out, because they do not keep the local permit.
     held: HashMap<Key, ClaimId>,
-    /// Claims that were lost. The engine releases them in the background, without the local
-    /// callers.
+    /// Claims that were lost. The engine releases them in the background, while local callers
+    /// already compete.
     lost: HashSet<ClaimId>,
 }
 
@@ -57,7 +59,7 @@ impl CheckingBackend {
             is_calm: fault_profile == FaultProfile::Calm,
             is_cut: AtomicBool::new(false),
             requests: Mutex::default(),
-            invalidations: Mutex::new(InvalidationSource { rng, registry: None }),
+            invalidations: Mutex::new(InvalidationSource { rng, sender: None }),
         })
     }
 
@@ -65,9 +67,9 @@ impl CheckingBackend {
     fn maybe_invalidate(&self, key: &Key) {
         let mut invalidations = self.invalidations.lock().unwrap_or_else(PoisonError::into_inner);
         let draw = invalidations.rng.u8(..);
-        match &invalidations.registry {
-            Some(registry) if !self.is_calm && draw < 20 => registry.notify(key),
-            Some(registry) if !self.is_calm && draw == 20 => registry.notify_all(),
+        match &invalidations.sender {
+            Some(sender) if !self.is_calm && draw < 20 => sender.notify(key),
+            Some(sender) if !self.is_calm && draw == 20 => sender.notify_all(),
             _ => {}
         }
     }
@@ -134,7 +136,7 @@ impl LockBackend for CheckingBackend {
         if needs_permit(claim) {
             *requests.acquiring.entry(key.clone()).or_default() -= 1;
         }
-        // Until here, the claim has its permit, and can be lost.
+        // A granted conversion ends the tracking: until then, the claim has its local permit.
         let is_converted = claim.is_conversion() && matches!(answer, Ok(Attempt::Granted(_)));
         if is_converted && requests.held.get(key) == Some(&claim.id()) {
             requests.held.remove(key);
@@ -181,11 +183,11 @@ impl LockBackend for CheckingBackend {
         self.inner.wait(claim, busy).await;
     }
 
-    fn subscribe(&self, hints: Invalidations) {
+    fn subscribe(&self, registry_invalidations: Invalidations) {
         let mut invalidations = self.invalidations.lock().unwrap_or_else(PoisonError::into_inner);
-        invalidations.registry = Some(hints.clone());
+        invalidations.sender = Some(registry_invalidations.clone());
         drop(invalidations);
-        self.inner.subscribe(hints);
+        self.inner.subscribe(registry_invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -193,7 +195,7 @@ impl LockBackend for CheckingBackend {
     }
 
     fn batch(&self) -> Option<&dyn LockBatch> {
-        // The requests for each key are checked one by one.
+        // Without this trait, the engine sends one request per key, which is checked.
         None
     }
 
@@ -231,8 +233,8 @@ impl CheckingBackend {
     }
 }
 
-/// Returns whether the engine sends this attempt only for the caller with the local permit. It
-/// sends conversions, and attempts of other modes that do not wait, beside it.
+/// Returns whether the engine sends this attempt only for the caller with the local permit. The
+/// engine needs no permit for conversions, or for attempts that do not wait, except exclusive ones.
 fn needs_permit(claim: &Claim) -> bool {
     let may_skip = claim.mode() != ClaimMode::Exclusive && claim.queueing() == Queueing::Skip;
     !claim.is_conversion() && !may_skip

@@ -1,5 +1,5 @@
-//! One client of one process: acquires locks in every possible way, works correctly or incorrectly,
-//! and releases.
+//! One client of one process: acquires locks with random options, works for shorter or longer than
+//! the lease, and releases.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl TrialClient {
             let crash = self.process.crash.clone();
             tokio::select! {
                 biased;
-                // Drops the futures and guards of the round. Their releases are lost.
+                // Drops the futures and guards of the round. Their releases do not reach the store.
                 () = crash.wait() => {
                     self.state.trace(self.number, "crashed");
                     self.process = self.slot.current();
@@ -92,12 +92,12 @@ impl TrialClient {
         if self.state.has_all_modes && self.chance(0.2) {
             options = options.fair(true);
         }
-        let plain = self.chance(0.5);
+        let uses_defaults = self.chance(0.5);
         let acquire_record = self.state.recorder.acquire_as(self.number as u32, key.as_str(), mode);
-        // Half of the callers use the default options, so that claims can be handed over between
-        // them.
-        let used = if plain { LockOptions::new() } else { options.clone() };
-        let attempt = acquire(self.process.registry.clone(), key.clone(), mode, used);
+        // Half of the acquisitions use the default options, so that claims can be handed over
+        // between them.
+        let attempt_options = if uses_defaults { LockOptions::new() } else { options.clone() };
+        let attempt = acquire(self.process.registry.clone(), key.clone(), mode, attempt_options);
         let Some(result) = self.sometimes_dropped(attempt).await else {
             self.state.trace(self.number, "acquisition dropped");
             return;
@@ -126,14 +126,14 @@ impl TrialClient {
         self.state.granted(&guard);
         self.state.trace(self.number, "granted");
         self.work(&guard, &hold_record, lease).await;
-        if with_owner && !plain {
+        if with_owner && !uses_defaults {
             self.reenter_as_owner(&guard, options).await;
         }
         let Some((guard, hold_record)) = self.convert(guard, hold_record, lease).await else {
             return;
         };
         let guard = Arc::into_inner(guard).expect("only weak references remain");
-        self.release(guard, hold_record, has_min_hold && !plain).await;
+        self.release(guard, hold_record, has_min_hold && !uses_defaults).await;
     }
 
     pub(super) async fn work(
@@ -161,13 +161,13 @@ impl TrialClient {
                 }
                 _ => drop(guard.reenter()),
             }
-            self.observe(guard, hold_record);
+            self.check_guard(guard, hold_record);
             self.state.write(self.number, guard);
         }
     }
 
     /// Checks that the properties of a guard are consistent. I3.
-    pub(super) fn observe(&self, guard: &LockGuard, hold_record: &HoldRecord) {
+    pub(super) fn check_guard(&self, guard: &LockGuard, hold_record: &HoldRecord) {
         if guard.is_held() {
             assert!(!guard.valid_for().is_zero() || !guard.is_held());
             assert_eq!(guard.lost().now_or_never(), None, "I3: lost, but `is_held` is true");
@@ -178,9 +178,9 @@ impl TrialClient {
         }
     }
 
-    /// Re-enters a held lock as its owner: at once, and without the store.
+    /// Checks that the owner of a held lock re-enters it at once, without the store.
     async fn reenter_as_owner(&mut self, outer: &LockGuard, options: LockOptions) {
-        // A permit is not entered again: each takes its own units.
+        // An owner cannot re-enter a permit: each acquisition takes its own units.
         if !outer.is_held() || outer.mode().units() > 0 {
             return;
         }
@@ -200,7 +200,7 @@ impl TrialClient {
     }
 
     async fn release(&mut self, guard: LockGuard, hold_record: HoldRecord, has_min_hold: bool) {
-        self.observe(&guard, &hold_record);
+        self.check_guard(&guard, &hold_record);
         let was_held = guard.is_held();
         if !was_held {
             self.state.lost.fetch_add(1, Ordering::Relaxed);

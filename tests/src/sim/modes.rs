@@ -1,4 +1,5 @@
-//! What clients do only in a trial of all modes: conversions, several keys, and the checks of I9.
+//! The operations that clients run only in a trial of all modes: conversions and locks of several
+//! keys. Also the checks of I9.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -34,8 +35,8 @@ impl TrialClient {
         }
     }
 
-    /// Converts the lock some times, and works after each conversion. Returns `None` if a
-    /// conversion ended the hold.
+    /// Converts the lock a random number of times, and works after each conversion. Returns `None`
+    /// if a conversion ended the hold.
     pub(super) async fn convert(
         &mut self,
         mut guard: Arc<LockGuard>,
@@ -50,11 +51,11 @@ impl TrialClient {
                 (ClaimMode::Exclusive | ClaimMode::Upgradable, 3) => ClaimMode::Shared,
                 _ => break,
             };
-            self.observe(&guard, &hold_record);
+            self.check_guard(&guard, &hold_record);
             let wait = self.chance(0.7).then(|| self.ms(0, 1_500));
             let convert_record = hold_record.convert(to);
             let before = Arc::into_inner(guard).expect("only weak references remain");
-            let Some(result) = self.sometimes_dropped(converted(before, to, wait)).await else {
+            let Some(result) = self.sometimes_dropped(convert_guard(before, to, wait)).await else {
                 self.state.trace(self.number, "conversion dropped");
                 return None;
             };
@@ -84,7 +85,7 @@ impl TrialClient {
                 }
                 Err(error) => panic!("an error that nothing caused: {error:?}"),
             }
-            self.state.held(&guard);
+            self.state.track_one(&guard);
             self.work(&guard, &hold_record, lease).await;
         }
         Some((guard, hold_record))
@@ -136,7 +137,7 @@ impl TrialClient {
         self.state.trace(self.number, "several keys granted");
         sleep(self.ms(0, 100)).await;
         for (guard, hold_record) in guard.guards().iter().zip(&hold_records) {
-            self.observe(guard, hold_record);
+            self.check_guard(guard, hold_record);
             self.state.write(self.number, guard);
         }
         let guard = Arc::into_inner(guard).expect("only weak references remain");
@@ -157,14 +158,14 @@ impl TrialClient {
                 assert!(was_held, "I4: the release of a lost lock returned `Ok`");
                 release_records.into_iter().for_each(|record| record.freed());
             }
-            // The error of one key says nothing about the others.
+            // The result of each key is unknown: the error may concern only one of them.
             Some(Err(LockError::Lost { .. } | LockError::Backend { .. })) | None => {}
             Some(Err(error)) => panic!("an error that nothing caused: {error:?}"),
         }
     }
 }
 
-async fn converted(
+async fn convert_guard(
     guard: LockGuard,
     to: ClaimMode,
     wait: Option<Duration>,
@@ -184,7 +185,7 @@ pub(super) async fn check_writer_is_not_starved(processes: &[TrialProcess], key:
     let mut readers = JoinSet::new();
     for number in 0..2_u64 {
         let lock = reader.registry.obtain(key);
-        // With other options, so that a reader does not join the grant of the other one.
+        // The options differ, so that one reader does not join the grant of the other.
         let options = LockOptions::new().lease(LEASE_MAX + Duration::from_millis(number));
         readers.spawn(async move {
             sleep(Duration::from_millis(15 * number)).await;

@@ -27,7 +27,7 @@ pub(super) const LEASE_MAX: Duration = Duration::from_secs(4);
 const RENEWED_MAX: Duration = Duration::from_secs(8);
 
 /// The engine's request timeout.
-const ANSWER_LIMIT: Duration = Duration::from_millis(200);
+const REQUEST_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The maximum number of processes of a trial that crash.
 const CRASHES_MAX: u64 = 3;
@@ -72,7 +72,8 @@ pub(super) struct Crash(Arc<(AtomicBool, Notify)>);
 
 impl Crash {
     pub(super) async fn wait(&self) {
-        // `notify_waiters` wakes them in the order of their calls, so that a seed repeats itself.
+        // `notify_waiters` wakes the clients in the order of their calls, so that a replay of the
+        // seed is identical.
         let crashed = self.0.1.notified();
         if !self.0.0.load(Ordering::Relaxed) {
             crashed.await;
@@ -93,8 +94,8 @@ pub(super) struct TrialState {
     pub(super) grants_left: AtomicU64,
     pub(super) lost: AtomicU64,
     pub(super) dropped: AtomicU64,
-    /// The store itself, to verify the results of releases. `None` with hand-over, which keeps the
-    /// claim, and with late requests, which create new claims.
+    /// The store without faults, to verify the results of releases. `None` with hand-over, which
+    /// keeps the claim, and with repeated requests, which can be granted after the release.
     store: Option<MemoryBackend>,
     start: Instant,
     trace: Mutex<Vec<Step>>,
@@ -141,7 +142,7 @@ impl Trial {
             state,
         };
         for number in 0..rng.u64(2..=4) {
-            let process = trial.process(number, &mut rng);
+            let process = trial.start_process(number, &mut rng);
             trial.slots.push(ProcessSlot(Arc::new(Mutex::new(process))));
         }
         let (slots, state) = (&trial.slots, &trial.state);
@@ -159,7 +160,7 @@ impl Trial {
     }
 
     /// Starts the process with this number.
-    fn process(&self, number: u64, rng: &mut fastrand::Rng) -> TrialProcess {
+    fn start_process(&self, number: u64, rng: &mut fastrand::Rng) -> TrialProcess {
         let faults = faults(self.fault_profile, self.seed.stream(100 + number).u64(..));
         let network = Arc::new(FaultyBackend::new(Arc::new(self.store.clone()), faults));
         let backend: Arc<FaultyBackend> = Arc::clone(&network);
@@ -169,7 +170,7 @@ impl Trial {
             .observer(Arc::clone(&checking_backend) as _)
             .handoff(self.handoffs)
             .lease(LEASE_MAX / 2)
-            .timeout(ANSWER_LIMIT)
+            .timeout(REQUEST_TIMEOUT)
             .poll(Duration::from_millis(rng.u64(20..500)))
             .build()
             .expect("the values are in range");
@@ -181,14 +182,15 @@ impl Trial {
         self.slots.iter().map(ProcessSlot::current).collect()
     }
 
-    /// Lets processes crash from time to time, and starts others in their places.
+    /// Crashes processes at random times, and starts a new process in place of each.
     async fn crash_processes(&mut self) {
         let mut rng = self.seed.stream(2);
         for number in 0..CRASHES_MAX {
             sleep(Duration::from_millis(rng.u64(1_000..20_000))).await;
-            let process = self.process(50 + number, &mut rng);
+            let process = self.start_process(50 + number, &mut rng);
             let crashed = self.slots[rng.usize(..self.slots.len())].replace(process);
-            // No later request of the process is sent, and its clients drop all they have.
+            // No later request of the process is sent, and its clients drop their futures and
+            // guards.
             crashed.checking_backend.cut();
             crashed.crash.crash();
             self.crashed.push(crashed);
@@ -238,8 +240,8 @@ impl Trial {
             process.network.wait_for_late_requests().await;
         }
         if self.fault_profile == FaultProfile::Stormy || !self.crashed.is_empty() {
-            // No process knows of an acquisition that arrived again after its release, or of the
-            // claims of a crashed process; only their leases end them.
+            // An acquisition can arrive again after its release, and a crashed process leaves
+            // claims. No process knows of these claims, so only their leases end them.
             sleep(RENEWED_MAX).await;
         }
         let left = processes[0].registry.list().await.expect("the network is healed");
@@ -299,13 +301,14 @@ impl TrialState {
         trace.push((self.start.elapsed(), client, what));
     }
 
-    /// Counts a grant, and checks it as [`held`](Self::held).
+    /// Counts a grant, and checks it as in [`track_one`](Self::track_one).
     pub(super) fn granted(&self, guard: &Arc<LockGuard>) {
         self.grants.fetch_add(1, Ordering::Relaxed);
-        self.held(guard);
+        self.track_one(guard);
     }
 
-    /// Counts the grants of a guard of several keys, and checks them as [`held`](Self::held).
+    /// Counts the grants of a guard of several keys, and checks each as in
+    /// [`track_one`](Self::track_one).
     pub(super) fn granted_several(&self, several: &Arc<MultiGuard>) {
         self.grants_left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
@@ -316,9 +319,8 @@ impl TrialState {
         }
     }
 
-    /// Checks that no other guard of the key that excludes this one is valid now, and records this
-    /// one. I2.
-    pub(super) fn held(&self, guard: &Arc<LockGuard>) {
+    /// Checks that no valid guard of the key excludes this one, and records this one. I2.
+    pub(super) fn track_one(&self, guard: &Arc<LockGuard>) {
         self.track(guard, TrackedGuard::One(Arc::downgrade(guard)));
     }
 
@@ -350,8 +352,8 @@ impl TrialState {
         assert!(!holds, "I4: {key:?} was released, but the store still lists it");
     }
 
-    /// Writes to the resource that the key protects. The resource rejects the write if it has seen
-    /// a newer token. I1.
+    /// Writes to the resource that the key protects, with an exclusive guard; reads with another
+    /// one. The resource rejects the write if it has seen a newer token. I1.
     pub(super) fn write(&self, client: usize, guard: &LockGuard) {
         let token = guard.fencing_token();
         if guard.mode() != ClaimMode::Exclusive {
@@ -381,7 +383,7 @@ impl TrialState {
     }
 }
 
-/// A guard of a client, or one of the guards of several keys.
+/// A guard of one key, or one of the guards of a `MultiGuard`.
 enum TrackedGuard {
     One(Weak<LockGuard>),
     OfSeveral(Weak<MultiGuard>, usize),
