@@ -1,6 +1,7 @@
-//! The work of a process that shares a lock with others. It acquires the lock, increments a number
-//! in more than one step, and records when it was inside. The program `lock-sections` is our side,
-//! `peers/peer.py` the other. This module checks no results.
+//! The work of a process that shares a lock with other programs. The process acquires the lock,
+//! increments a number in more than one step, and records the times of each critical section. The
+//! program `lock-sections` does this with our locks, and the programs in `peers` with those of
+//! other libraries. This module checks no results.
 
 use std::error::Error;
 use std::io::Write;
@@ -28,10 +29,10 @@ pub struct SectionTask {
     /// all its options.
     pub url: String,
     /// The library whose record format is used.
-    pub form: Form,
+    pub layout: PeerLayout,
     /// Whether releases are published by `PUBLISH` even in a cluster.
     pub plain_messages: bool,
-    /// The namespace of the lock. May be empty where the form allows it.
+    /// The namespace of the lock. May be empty where the layout allows it.
     pub namespace: String,
     /// The key of the lock.
     pub key: String,
@@ -43,15 +44,15 @@ pub struct SectionTask {
     pub pause_ms: u64,
     /// The file that gets a line for each section.
     pub journal: PathBuf,
-    /// The file with the number.
+    /// The file with the number that each section increments.
     pub counter: PathBuf,
 }
 
-/// The library whose locks both sides use.
+/// The library whose record format both sides use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::exhaustive_enums, reason = "those that the peers know")]
-pub enum Form {
+pub enum PeerLayout {
     /// Spring Integration's.
     Spring,
     /// Redisson's.
@@ -59,11 +60,11 @@ pub enum Form {
 }
 
 impl SectionTask {
-    /// A task whose journal and counter are in files of these names.
+    /// Creates a task with one section, whose journal and counter are in these files.
     #[must_use]
     pub fn new(
         url: impl Into<String>,
-        form: Form,
+        layout: PeerLayout,
         namespace: impl Into<String>,
         key: impl Into<String>,
         journal: PathBuf,
@@ -71,7 +72,7 @@ impl SectionTask {
     ) -> Self {
         Self {
             url: url.into(),
-            form,
+            layout,
             plain_messages: false,
             namespace: namespace.into(),
             key: key.into(),
@@ -114,7 +115,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// Returns the events of the lock for the checks of the testkit. `number` distinguishes the
+    /// Returns the events of this section for the checks of the testkit. `number` distinguishes the
     /// sections of a process.
     #[must_use]
     pub fn events(&self, key: &str, number: u32) -> [HistoryEvent; 4] {
@@ -171,8 +172,8 @@ pub async fn run_sections(
     Ok(())
 }
 
-/// Replaces the number in one write: a concurrent reader reads an old number, but never half of
-/// one.
+/// Replaces the number in one write: a concurrent reader can read an old number, but never a part
+/// of a number.
 fn overwrite_number(counter: &Path, count: u64) -> io::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).open(counter)?;
     file.write_all(format!("{count:>10}").as_bytes())

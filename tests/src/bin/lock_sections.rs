@@ -1,13 +1,15 @@
 //! The program `lock-sections`: our side of a lock that is shared with other programs. Its one
-//! argument is a [`SectionTask`] as JSON. It prints "ready", starts at a line of input, prints
-//! "done", and exits. At the end of its input it exits at once.
+//! argument is a [`SectionTask`] as JSON. The program prints "ready", runs the task after a line of
+//! input, prints "done", and exits. At the end of its input, it exits at once with status 3.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
 use std::sync::Arc;
 use std::{env, process, thread};
 
-use lock_registry_tests::sections::{CONNECT_TIMEOUT, Form, SectionTask, TIMEOUT, run_sections};
+use lock_registry_tests::sections::{
+    CONNECT_TIMEOUT, PeerLayout, SectionTask, TIMEOUT, run_sections,
+};
 use registry_core::Registry;
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use tokio::sync::oneshot;
@@ -19,7 +21,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let registry = if task.url.starts_with("redis") {
         connect_redis(&task).await?
     } else {
-        // Other stores need only the URL, which has all options.
+        // For other stores, all options are in the URL.
         lock_registry::connect(&task.url).await?
     };
     print_line("ready");
@@ -30,9 +32,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 async fn connect_redis(task: &SectionTask) -> Result<Registry, Box<dyn Error>> {
-    let layout = match task.form {
-        Form::Spring => Layout::Spring,
-        Form::Redisson => Layout::Redisson,
+    let layout = match task.layout {
+        PeerLayout::Spring => Layout::Spring,
+        PeerLayout::Redisson => Layout::Redisson,
     };
     let publish = if task.plain_messages { Publish::Plain } else { Publish::Auto };
     let config = RedisConfig::from_url(&task.url)?;
@@ -50,14 +52,14 @@ fn print_line(line: &str) {
 /// Waits for a line of input. The end of the input means that the test has ended, so the process
 /// exits.
 async fn wait_for_start() -> Result<(), Box<dyn Error>> {
-    let (started, wait_for_start) = oneshot::channel();
+    let (sender, start) = oneshot::channel();
     thread::spawn(move || {
         let mut lines = io::stdin().lock().lines().map_while(Result::ok);
         if lines.next().is_some() {
-            _ = started.send(());
+            _ = sender.send(());
             lines.for_each(drop);
         }
         process::exit(3);
     });
-    Ok(wait_for_start.await?)
+    Ok(start.await?)
 }

@@ -1,5 +1,5 @@
-//! Locks in Redis that are shared with Spring Integration and Redisson. `peers/peer.py` stands for
-//! both, with the scripts of the originals. Both sides exclude each other, receive each other's
+//! Locks in Redis that are shared with Spring Integration and Redisson. `peers/peer.py` acts as
+//! either of them, with their original scripts. Both sides exclude each other, receive each other's
 //! release messages, and continue after each other's crash.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{CONNECT_TIMEOUT, Form, Section, SectionTask, TIMEOUT};
+use lock_registry_tests::sections::{CONNECT_TIMEOUT, PeerLayout, Section, SectionTask, TIMEOUT};
 use registry_core::{LockOptions, Registry};
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::check::check;
@@ -27,10 +27,10 @@ use tokio::time::{Instant, sleep};
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(300);
 
-/// The limit for the median wake-up.
+/// The limit of the median time from a release to the entry of the next holder.
 const WAKE_LIMIT: Duration = Duration::from_millis(50);
-/// On slow machines the limit is this multiple of the time of a bare message.
-const WAKE_TIMES_BARE: u32 = 10;
+/// On slow machines, the limit is this multiple of the time of a bare message.
+const WAKE_LIMIT_FACTOR: u32 = 10;
 
 // ---- The peers leave the same records in the server as the originals.
 
@@ -39,7 +39,7 @@ async fn the_spring_peer_writes_and_publishes_as_spring_does() {
     for (channel, topic) in [("new", "locks-channel:locks:orders/42"), ("old", "locks-channel")] {
         let server = server().await;
         let mut subscriber = subscribed(&server, topic).await;
-        let mut peer = holder(&server, Form::Spring, &["--channel", channel]);
+        let mut peer = holder(&server, PeerLayout::Spring, &["--channel", channel]);
         expect(&mut peer, "held").await;
         let owner = text(&server, &["GET", "locks:orders/42"]).await;
         assert_eq!(owner.len(), 36, "{owner}");
@@ -61,7 +61,7 @@ async fn the_redisson_peer_writes_and_publishes_as_redisson_does() {
     let topic = "redisson_lock__channel:{orders/42}";
     let server = server().await;
     let mut subscriber = subscribed(&server, topic).await;
-    let mut peer = holder(&server, Form::Redisson, &[]);
+    let mut peer = holder(&server, PeerLayout::Redisson, &[]);
     expect(&mut peer, "held").await;
     let fields = server.send_command_args(&["HGETALL", "orders/42"]).await.unwrap();
     let fields: Vec<String> = fields.items().iter().map(|field| field.text().unwrap()).collect();
@@ -75,7 +75,7 @@ async fn the_redisson_peer_writes_and_publishes_as_redisson_does() {
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
     assert_eq!(next_message(&mut subscriber).await, (topic.to_owned(), "0".to_owned()));
-    // The latch of the release is gone too.
+    // The latch key of the release is deleted too.
     assert_eq!(number(&server, &["DBSIZE"]).await, 0);
 }
 
@@ -83,41 +83,41 @@ async fn the_redisson_peer_writes_and_publishes_as_redisson_does() {
 
 #[tokio::test]
 async fn a_holder_excludes_the_other_side() {
-    for form in [Form::Spring, Form::Redisson] {
+    for layout in [PeerLayout::Spring, PeerLayout::Redisson] {
         let server = server().await;
-        let local = registry(&server, form).await;
+        let local = registry(&server, layout).await;
         let lock = local.obtain("orders/42");
 
-        let mut peer = holder(&server, form, &[]);
+        let mut peer = holder(&server, layout, &[]);
         expect(&mut peer, "held").await;
-        assert!(lock.try_lock().await.unwrap().is_none(), "{form:?}");
+        assert!(lock.try_lock().await.unwrap().is_none(), "{layout:?}");
         peer.write_line("").unwrap();
         expect(&mut peer, "released").await;
 
         let guard = lock.try_lock().await.unwrap().unwrap();
-        let mut peer = attempt(&server, form);
+        let mut peer = attempt(&server, layout);
         expect(&mut peer, "busy").await;
         guard.unlock().await.unwrap();
-        let mut peer = attempt(&server, form);
+        let mut peer = attempt(&server, layout);
         expect(&mut peer, "held").await;
         expect(&mut peer, "released").await;
     }
 }
 
-/// Without the message, the peer would poll ten minutes later.
+/// Without the message, the peer would not poll for ten minutes.
 #[tokio::test]
 async fn a_waiting_peer_receives_our_release_message() {
-    for (form, options) in [
-        (Form::Spring, &["--channel", "new"][..]),
-        (Form::Spring, &["--channel", "old"]),
-        (Form::Redisson, &[]),
+    for (layout, options) in [
+        (PeerLayout::Spring, &["--channel", "new"][..]),
+        (PeerLayout::Spring, &["--channel", "old"]),
+        (PeerLayout::Redisson, &[]),
     ] {
         let server = server().await;
-        let local = registry(&server, form).await;
+        let local = registry(&server, layout).await;
         let options = [options, &["--lease-ms", "600000"]].concat();
         let lease = LockOptions::new().lease(Duration::from_secs(600));
         let guard = local.obtain("orders/42").lock_with(lease).await.unwrap();
-        let mut peer = holder(&server, form, &options);
+        let mut peer = holder(&server, layout, &options);
         expect(&mut peer, "waiting").await;
         wait_until_subscribed(&server).await;
         guard.unlock().await.unwrap();
@@ -129,7 +129,7 @@ async fn a_waiting_peer_receives_our_release_message() {
 #[tokio::test]
 async fn a_release_notifies_old_and_new_versions_of_spring() {
     let server = server().await;
-    let local = registry(&server, Form::Spring).await;
+    let local = registry(&server, PeerLayout::Spring).await;
     let mut subscribers = [
         subscribed(&server, "locks-channel").await,
         subscribed(&server, "locks-channel:locks:k").await,
@@ -144,10 +144,10 @@ async fn a_release_notifies_old_and_new_versions_of_spring() {
 
 #[tokio::test]
 async fn the_lock_of_a_dead_peer_ends_with_its_lease() {
-    for form in [Form::Spring, Form::Redisson] {
+    for layout in [PeerLayout::Spring, PeerLayout::Redisson] {
         let server = server().await;
-        let local = registry(&server, form).await;
-        let mut peer = holder(&server, form, &["--lease-ms", "1000"]);
+        let local = registry(&server, layout).await;
+        let mut peer = holder(&server, layout, &["--lease-ms", "1000"]);
         expect(&mut peer, "held").await;
         peer.kill().unwrap();
         let lock = local.obtain("orders/42");
@@ -157,38 +157,38 @@ async fn the_lock_of_a_dead_peer_ends_with_its_lease() {
 
 #[tokio::test]
 async fn the_lock_of_our_dead_process_ends_with_its_lease() {
-    for form in [Form::Spring, Form::Redisson] {
+    for layout in [PeerLayout::Spring, PeerLayout::Redisson] {
         let server = server().await;
-        let dead = registry(&server, form).await;
+        let dead = registry(&server, layout).await;
         // Like a suspended process, it neither renews nor releases.
         let last = LockOptions::new().lease(Duration::from_secs(1)).auto_renew(false);
         let guard = dead.obtain("orders/42").lock_with(last).await.unwrap();
-        // It receives no message. It polls when its own lease would be over (Spring) or when ours
-        // is (Redisson).
-        let mut peer = holder(&server, form, &["--lease-ms", "20000"]);
+        // The peer receives no release message. It polls after its own lease (Spring) or at the end
+        // of ours (Redisson).
+        let mut peer = holder(&server, layout, &["--lease-ms", "20000"]);
         expect(&mut peer, "held").await;
         assert!(!guard.is_held());
-        // Its late release does not affect the peer's lock either.
+        // The late release of our process does not affect the peer's lock either.
         guard.unlock().await.unwrap_err();
-        let local = registry(&server, form).await;
-        assert!(local.obtain("orders/42").try_lock().await.unwrap().is_none(), "{form:?}");
+        let local = registry(&server, layout).await;
+        assert!(local.obtain("orders/42").try_lock().await.unwrap().is_none(), "{layout:?}");
     }
 }
 
-/// By an operator, or by Redisson's `forceUnlock`.
+/// An operator or Redisson's `forceUnlock` can delete a lock.
 #[tokio::test]
 async fn a_lock_deleted_by_another_program_is_lost() {
-    for form in [Form::Spring, Form::Redisson] {
+    for layout in [PeerLayout::Spring, PeerLayout::Redisson] {
         let server = server().await;
-        let local = registry(&server, form).await;
+        let local = registry(&server, layout).await;
         let options = LockOptions::new().lease(Duration::from_secs(15));
         let guard = local.obtain("orders/42").lock_with(options).await.unwrap();
-        assert_eq!(number(&server, &["DEL", lock_name(form)]).await, 1);
-        let mut peer = holder(&server, form, &[]);
+        assert_eq!(number(&server, &["DEL", lock_name(layout)]).await, 1);
+        let mut peer = holder(&server, layout, &[]);
         expect(&mut peer, "held").await;
         within(LONG, guard.lost()).await;
         guard.unlock().await.unwrap_err();
-        let mut other = attempt(&server, form);
+        let mut other = attempt(&server, layout);
         expect(&mut other, "busy").await;
     }
 }
@@ -197,19 +197,19 @@ async fn a_lock_deleted_by_another_program_is_lost() {
 
 #[tokio::test]
 async fn a_lock_is_shared_with_spring() {
-    check_sharing(&RedisServers::one().await, Form::Spring, &["--channel", "new"]).await;
+    check_sharing(&RedisServers::one().await, PeerLayout::Spring, &["--channel", "new"]).await;
 }
 
 #[tokio::test]
 async fn a_lock_is_shared_with_spring_before_6_5_3() {
-    check_sharing(&RedisServers::one().await, Form::Spring, &["--channel", "old"]).await;
+    check_sharing(&RedisServers::one().await, PeerLayout::Spring, &["--channel", "old"]).await;
 }
 
 /// A registry of Spring's default type publishes no releases and polls ten times a second.
 #[tokio::test]
 async fn a_lock_is_shared_with_a_spring_that_publishes_nothing() {
     let servers = RedisServers::one().await;
-    run_until_in_time(&servers, Form::Spring, &["--spin"], FOUR_PROCESSES, |run| {
+    run_until_in_time(&servers, PeerLayout::Spring, &["--spin"], FOUR_PROCESSES, |run| {
         run.check_fair_shares()?;
         // The peer's lease is a minute, so its expiry has not ended our waits.
         let longest = run.longest_wait(Side::Ours);
@@ -220,41 +220,44 @@ async fn a_lock_is_shared_with_a_spring_that_publishes_nothing() {
 
 #[tokio::test]
 async fn a_lock_is_shared_with_redisson() {
-    check_sharing(&RedisServers::one().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+    check_sharing(&RedisServers::one().await, PeerLayout::Redisson, &["--verb", "PUBLISH"]).await;
 }
 
 #[tokio::test]
 async fn a_lock_is_shared_with_redisson_in_a_cluster() {
-    check_sharing(&RedisServers::cluster().await, Form::Redisson, &["--verb", "SPUBLISH"]).await;
+    check_sharing(&RedisServers::cluster().await, PeerLayout::Redisson, &["--verb", "SPUBLISH"])
+        .await;
 }
 
-/// Redisson uses `PUBLISH` with servers older than version 7, or if configured to.
+/// Redisson uses `PUBLISH` with servers older than version 7, or if it is configured so.
 #[tokio::test]
 async fn a_lock_is_shared_with_redisson_in_a_cluster_by_plain_messages() {
-    check_sharing(&RedisServers::cluster().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+    check_sharing(&RedisServers::cluster().await, PeerLayout::Redisson, &["--verb", "PUBLISH"])
+        .await;
 }
 
-async fn check_sharing(servers: &RedisServers, form: Form, options: &[&str]) {
-    run_until_in_time(servers, form, options, FOUR_PROCESSES, |run| {
+async fn check_sharing(servers: &RedisServers, layout: PeerLayout, options: &[&str]) {
+    run_until_in_time(servers, layout, options, FOUR_PROCESSES, |run| {
         run.check_fair_shares()?;
         run.check_fast_takeovers()
     })
     .await;
-    run_until_in_time(servers, form, options, TWO_PROCESSES, SectionRun::check_fast_wake_ups).await;
+    run_until_in_time(servers, layout, options, TWO_PROCESSES, SectionRun::check_fast_wake_ups)
+        .await;
 }
 
-/// Runs all processes until the times of a run are right, at most three times, because a busy
-/// machine can delay some of them. Checks in each run what must always hold.
+/// Runs all processes until the times of a run pass `check_times`, at most three times, because a
+/// busy machine can delay processes. Each run must also pass the checks that do not depend on time.
 async fn run_until_in_time(
     servers: &RedisServers,
-    form: Form,
+    layout: PeerLayout,
     options: &[&str],
     group: ProcessGroup,
     check_times: impl Fn(&SectionRun) -> Result<(), String>,
 ) {
     let mut problems = Vec::new();
     for _ in 0..3 {
-        let run = run_sections_of_both(servers, form, options, group).await;
+        let run = run_sections_of_both(servers, layout, options, group).await;
         let Err(problem) = check_times(&run) else { return };
         println!("{problem}");
         problems.push(problem);
@@ -269,8 +272,7 @@ fn in_time(is_in_time: bool, problem: impl FnOnce() -> String) -> Result<(), Str
 /// The number of processes that share a lock, and their timing.
 #[derive(Debug, Clone, Copy)]
 struct ProcessGroup {
-    /// The number of processes of each side.
-    each: u32,
+    processes_per_side: u32,
     /// The number of acquisitions of each process.
     sections: u32,
     hold_ms: u64,
@@ -279,18 +281,18 @@ struct ProcessGroup {
 
 /// At least one process always waits; several race for each release.
 const FOUR_PROCESSES: ProcessGroup =
-    ProcessGroup { each: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
+    ProcessGroup { processes_per_side: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
 /// Each process waits again before the other releases, and there is no third process.
 const TWO_PROCESSES: ProcessGroup =
-    ProcessGroup { each: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
+    ProcessGroup { processes_per_side: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
 
-/// The sections that our and their processes have run under one lock.
+/// The critical sections that both sides ran under one lock.
 struct SectionRun {
     group: ProcessGroup,
     key: String,
-    /// In the order of the sections.
+    /// In the order of their entries.
     sections: Vec<(Side, Section)>,
-    /// The times of a message and two requests, measured during the same run.
+    /// The durations of a publish, its message and a ping, measured during the same run.
     bare_messages: Vec<Duration>,
 }
 
@@ -300,10 +302,10 @@ enum Side {
     Theirs,
 }
 
-/// Runs all processes to their end, and checks what must always hold.
+/// Runs all processes to their end, and checks mutual exclusion, the messages and the counter.
 async fn run_sections_of_both(
     servers: &RedisServers,
-    form: Form,
+    layout: PeerLayout,
     options: &[&str],
     group: ProcessGroup,
 ) -> SectionRun {
@@ -313,16 +315,17 @@ async fn run_sections_of_both(
     let task = |number: u32| {
         let journal = folder.path().join(format!("journal{number}"));
         let (url, counter) = (servers.url(), counter.clone());
-        let mut task = SectionTask::new(url, form, namespace(form), "orders/42", journal, counter);
+        let mut task =
+            SectionTask::new(url, layout, namespace(layout), "orders/42", journal, counter);
         (task.sections, task.hold_ms, task.pause_ms) =
             (group.sections, group.hold_ms, group.pause_ms);
         task.plain_messages = options.contains(&"PUBLISH");
         task
     };
     let mut processes = Vec::new();
-    for number in 0..2 * group.each {
+    for number in 0..2 * group.processes_per_side {
         let task = task(number);
-        let (side, command) = if number < group.each {
+        let (side, command) = if number < group.processes_per_side {
             (Side::Ours, our_command(&task))
         } else {
             (Side::Theirs, peer_command(&servers.first().url(), &task, options))
@@ -351,13 +354,13 @@ async fn run_sections_of_both(
     }
     sections.sort_by_key(|(_, section)| section.entered);
     let run = SectionRun { group, key: "orders/42".into(), sections, bare_messages };
-    run.print(&format!("{form:?} {options:?}, {} each", group.each));
+    run.print(&format!("{layout:?} {options:?}, {} each", group.processes_per_side));
     run.assert_mutual_exclusion();
     // No peer missed a message and had to poll.
     let fallbacks: u32 = run.sections.iter().map(|(_, section)| section.fallbacks).sum();
     assert_eq!(fallbacks, 0);
     let count = fs::read_to_string(&counter).unwrap();
-    assert_eq!(count.trim(), (2 * group.each * group.sections).to_string());
+    assert_eq!(count.trim(), (2 * group.processes_per_side * group.sections).to_string());
     run
 }
 
@@ -369,7 +372,7 @@ async fn wait_for_success(process: &HelperProcess) -> Result<(), String> {
 
 /// Measures a hand-over without a lock under the current load: a message that another connection
 /// receives, and a request after it.
-async fn measure_bare_messages(server: &RedisServer, took: &mut Vec<Duration>) {
+async fn measure_bare_messages(server: &RedisServer, durations: &mut Vec<Duration>) {
     let mut publisher = server.connect().await.unwrap();
     let mut subscriber = subscribed(server, "bare").await;
     loop {
@@ -377,7 +380,7 @@ async fn measure_bare_messages(server: &RedisServer, took: &mut Vec<Duration>) {
         publisher.send_command_args(&["PUBLISH", "bare", "0"]).await.unwrap();
         next_message(&mut subscriber).await;
         publisher.send_command_args(&["PING"]).await.unwrap();
-        took.push(started.elapsed());
+        durations.push(started.elapsed());
         sleep(Duration::from_millis(10)).await;
     }
 }
@@ -387,25 +390,25 @@ impl SectionRun {
         let events = (0..).zip(&self.sections);
         let events = events.flat_map(|(number, (_, section))| section.events(&self.key, number));
         let checked = check(&History::from_events(events).unwrap()).unwrap();
-        let local = (self.group.each * self.group.sections) as usize;
+        let local = (self.group.processes_per_side * self.group.sections) as usize;
         // Our grants have tokens, and the tokens grow.
         assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * local, local, 0));
     }
 
-    /// While all processes worked, each had more than a tenth of its fair share.
+    /// Checks that each process had more than a tenth of its fair share while all processes worked.
     fn check_fair_shares(&self) -> Result<(), String> {
         let shares = self.shares();
         let all: usize = shares.values().sum();
-        for ((side, client), run_sections_of_both) in &shares {
+        for ((side, client), sections) in &shares {
             let fair_share = all / shares.len();
-            in_time(run_sections_of_both * 10 > fair_share, || {
-                format!("{side:?} ({client}) has {run_sections_of_both} of {all}: {shares:?}")
+            in_time(sections * 10 > fair_share, || {
+                format!("{side:?} ({client}) has {sections} of {all}: {shares:?}")
             })?;
         }
         Ok(())
     }
 
-    /// Both sides often take over from the other, and do so at once.
+    /// Checks that each side often takes over from the other, and does so at once.
     fn check_fast_takeovers(&self) -> Result<(), String> {
         for side in [Side::Ours, Side::Theirs] {
             let takeovers = self.takeovers(side);
@@ -417,7 +420,7 @@ impl SectionRun {
         Ok(())
     }
 
-    /// A waiter enters at once after the first release since it began to wait.
+    /// Checks that a waiter enters at once after the first release since it began to wait.
     fn check_fast_wake_ups(&self) -> Result<(), String> {
         for side in [Side::Ours, Side::Theirs] {
             let wakes = self.wakes(side);
@@ -429,12 +432,12 @@ impl SectionRun {
     }
 
     fn check_fast(&self, side: Side, spans: &[Duration]) -> Result<(), String> {
-        let limit = WAKE_LIMIT.max(WAKE_TIMES_BARE * median(&self.bare_messages));
+        let limit = WAKE_LIMIT.max(WAKE_LIMIT_FACTOR * median(&self.bare_messages));
         let median = median(spans);
         in_time(median < limit, || format!("{side:?}: {median:?} is not below {limit:?}"))
     }
 
-    /// The number of sections of each process while all four worked.
+    /// Returns the number of sections of each process while all processes worked.
     fn shares(&self) -> BTreeMap<(Side, u32), usize> {
         let mut work: BTreeMap<(Side, u32), (u64, u64)> = BTreeMap::new();
         for (side, section) in &self.sections {
@@ -453,8 +456,8 @@ impl SectionRun {
         shares
     }
 
-    /// For each time that `side` waited and took over from the other side: the time since that side
-    /// began to release.
+    /// Returns the duration of each takeover for which `side` waited: from the start of the other
+    /// side's release to the entry of `side`.
     fn takeovers(&self, side: Side) -> Vec<Duration> {
         let pairs = self.sections.windows(2);
         let takeovers = pairs.filter_map(|pair| {
@@ -465,7 +468,8 @@ impl SectionRun {
         takeovers.collect()
     }
 
-    /// For each time that `side` waited: the time from the first release since then to its entry.
+    /// Returns, for each wait of `side`, the time from the first release during the wait to the
+    /// entry.
     fn wakes(&self, side: Side) -> Vec<Duration> {
         let ends: Vec<u64> = self.sections.iter().map(|(_, section)| section.leaving).collect();
         let own = self.sections.iter().enumerate().filter(|(_, (of, _))| *of == side);
@@ -552,44 +556,44 @@ async fn server() -> RedisServer {
     RedisServer::start(WITHOUT_PERSISTENCE).await.unwrap()
 }
 
-fn namespace(form: Form) -> &'static str {
-    match form {
-        Form::Spring => "locks",
+fn namespace(layout: PeerLayout) -> &'static str {
+    match layout {
+        PeerLayout::Spring => "locks",
         // The name consists of the key alone.
-        Form::Redisson => "",
+        PeerLayout::Redisson => "",
     }
 }
 
 /// The name of the lock of "orders/42" in the server.
-fn lock_name(form: Form) -> &'static str {
-    match form {
-        Form::Spring => "locks:orders/42",
-        Form::Redisson => "orders/42",
+fn lock_name(layout: PeerLayout) -> &'static str {
+    match layout {
+        PeerLayout::Spring => "locks:orders/42",
+        PeerLayout::Redisson => "orders/42",
     }
 }
 
-async fn registry(server: &RedisServer, form: Form) -> Registry {
-    let layout = match form {
-        Form::Spring => Layout::Spring,
-        Form::Redisson => Layout::Redisson,
+async fn registry(server: &RedisServer, layout: PeerLayout) -> Registry {
+    let layout = match layout {
+        PeerLayout::Spring => Layout::Spring,
+        PeerLayout::Redisson => Layout::Redisson,
     };
     let config = RedisConfig::from_url(&server.url()).unwrap();
-    let config = config.with_namespace(namespace(form)).with_layout(layout);
+    let config = config.with_namespace(namespace(layout)).with_layout(layout);
     let config = config.with_connect_timeout(CONNECT_TIMEOUT).with_response_timeout(TIMEOUT);
     let backend = Arc::new(RedisBackend::open(config).await.unwrap());
     Registry::builder(backend).timeout(TIMEOUT).build().unwrap()
 }
 
-/// The command for a process of our side.
+/// Returns the command for a process of our side.
 fn our_command(task: &SectionTask) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
     command.arg(serde_json::to_string(task).unwrap());
     command
 }
 
-/// The command for a process of their side, for the same task.
+/// Returns the command for a process of the peer's side, for the same task.
 fn peer_command(url: &str, task: &SectionTask, options: &[&str]) -> Command {
-    let mut command = peer(url, task.form, &task.key, options);
+    let mut command = peer(url, task.layout, &task.key, options);
     command.arg("--on-cue").arg("--journal").arg(&task.journal);
     command.arg("--counter").arg(&task.counter);
     for (option, value) in [
@@ -603,27 +607,27 @@ fn peer_command(url: &str, task: &SectionTask, options: &[&str]) -> Command {
 }
 
 /// Starts a peer that acquires the lock of "orders/42" and holds it until it receives a line.
-fn holder(server: &RedisServer, form: Form, options: &[&str]) -> HelperProcess {
-    let mut command = peer(&server.url(), form, "orders/42", options);
+fn holder(server: &RedisServer, layout: PeerLayout, options: &[&str]) -> HelperProcess {
+    let mut command = peer(&server.url(), layout, "orders/42", options);
     command.args(["--once", "hold"]);
     HelperProcess::spawn(command).unwrap()
 }
 
 /// Starts a peer that tries once to acquire the lock of "orders/42".
-fn attempt(server: &RedisServer, form: Form) -> HelperProcess {
-    let mut command = peer(&server.url(), form, "orders/42", &[]);
+fn attempt(server: &RedisServer, layout: PeerLayout) -> HelperProcess {
+    let mut command = peer(&server.url(), layout, "orders/42", &[]);
     command.args(["--once", "try"]);
     HelperProcess::spawn(command).unwrap()
 }
 
-fn peer(url: &str, form: Form, key: &str, options: &[&str]) -> Command {
+fn peer(url: &str, layout: PeerLayout, key: &str, options: &[&str]) -> Command {
     let mut command = Command::new("python3");
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
     // `-B` prevents compiled files among the sources.
     command.arg("-B").arg(program).args(["--url", url, "--key", key]);
-    command.args(match form {
-        Form::Spring => ["--layout", "spring", "--namespace", namespace(form)],
-        Form::Redisson => ["--layout", "redisson", "--namespace", namespace(form)],
+    command.args(match layout {
+        PeerLayout::Spring => ["--layout", "spring", "--namespace", namespace(layout)],
+        PeerLayout::Redisson => ["--layout", "redisson", "--namespace", namespace(layout)],
     });
     command.args(options);
     command
@@ -642,7 +646,7 @@ async fn subscribed(server: &RedisServer, channel: &str) -> RedisConnection {
     subscriber
 }
 
-/// The next message: its channel and its payload.
+/// Returns the channel and the payload of the next message.
 async fn next_message(subscriber: &mut RedisConnection) -> (String, String) {
     let message = within(LONG, subscriber.next_reply()).await.unwrap();
     let [kind, channel, received] = message.items() else { panic!("{message:?}") };

@@ -1,6 +1,6 @@
 //! Locks in databases that are shared with Spring Integration's `JdbcLockRegistry`. `peers/peer.py`
-//! stands for Spring, with the original statements of versions 7 and 6. Both sides exclude each
-//! other and continue after each other's crash. Needs PostgreSQL and MariaDB.
+//! acts as Spring, with the original statements of versions 7 and 6. Both sides exclude each other
+//! and continue after each other's crash. Needs PostgreSQL and MariaDB.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, SectionTask};
+use lock_registry_tests::sections::{PeerLayout, Section, SectionTask};
 use registry_core::{LockOptions, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
@@ -56,7 +56,7 @@ fn our_url(server: &SpringServer, generation: &str, lease_ms: u64) -> String {
     format!("{}?layout=spring&spring={generation}&region=R&{lease}", server.url())
 }
 
-/// Opens our registry. It runs before the peers, so it creates the table.
+/// Opens our registry, which creates the table. The peers start later.
 async fn registry(server: &SpringServer, generation: &str, lease_ms: u64) -> Registry {
     lock_registry::connect(&our_url(server, generation, lease_ms)).await.unwrap()
 }
@@ -129,7 +129,7 @@ async fn the_lock_of_our_dead_process_ends_with_its_lease() {
             let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut peer, "held").await;
             assert!(!guard.is_held());
-            // Its late release does not affect the peer's lock either.
+            // The late release of our process does not affect the peer's lock either.
             guard.unlock().await.unwrap_err();
         }
     }
@@ -155,8 +155,8 @@ async fn a_lock_is_shared_with_spring_6_in_mariadb() {
     check_sharing(SpringServer::MariaDb(MariaDbServer::start().await.unwrap()), "v6").await;
 }
 
-/// The number of processes of each side, and of the acquisitions of each process.
-const EACH: u32 = 2;
+const PROCESSES_PER_SIDE: u32 = 2;
+/// The number of acquisitions of each process.
 const SECTIONS: u32 = 300;
 
 /// Two processes of each side increment a number in several steps, under mutual exclusion.
@@ -165,18 +165,18 @@ async fn check_sharing(server: SpringServer, generation: &str) {
     let counter = folder.path().join("counter");
     fs::write(&counter, "0").unwrap();
     let mut processes = Vec::new();
-    for number in 0..2 * EACH {
+    for number in 0..2 * PROCESSES_PER_SIDE {
         let journal = folder.path().join(format!("journal{number}"));
-        let command = if number < EACH {
+        let command = if number < PROCESSES_PER_SIDE {
             let url = our_url(&server, generation, 10_000);
             let (journal, counter) = (journal.clone(), counter.clone());
-            let mut task = SectionTask::new(url, Form::Spring, "", KEY, journal, counter);
+            let mut task = SectionTask::new(url, PeerLayout::Spring, "", KEY, journal, counter);
             task.sections = SECTIONS;
             let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
             command.arg(serde_json::to_string(&task).unwrap());
             command
         } else {
-            // The poll interval of our side; Spring has the same option.
+            // The same poll interval as on our side. In Spring, it is `idleBetweenTries`.
             let mut command = peer_command(&server, generation, &["--on-cue", "--idle-ms", "20"]);
             command.arg("--journal").arg(&journal).arg("--counter").arg(&counter);
             command.args(["--sections", &SECTIONS.to_string()]);
@@ -185,7 +185,7 @@ async fn check_sharing(server: SpringServer, generation: &str) {
         let mut process = HelperProcess::spawn(command).unwrap();
         // The processes start one by one: the first creates the table.
         expect(&mut process, "ready").await;
-        processes.push((number < EACH, journal, process));
+        processes.push((number < PROCESSES_PER_SIDE, journal, process));
     }
     for (_, _, process) in &mut processes {
         process.write_line("go").unwrap();
@@ -203,10 +203,10 @@ async fn check_sharing(server: SpringServer, generation: &str) {
     let events = (0..).zip(&sections).flat_map(|(n, (_, section))| section.events(KEY, n));
     let checked = check(&History::from_events(events).unwrap()).unwrap();
     // Our grants have tokens, and the tokens grow.
-    let local = (EACH * SECTIONS) as usize;
+    let local = (PROCESSES_PER_SIDE * SECTIONS) as usize;
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * local, local, 0));
     let count = fs::read_to_string(&counter).unwrap();
-    assert_eq!(count.trim(), (2 * EACH * SECTIONS).to_string());
+    assert_eq!(count.trim(), (2 * PROCESSES_PER_SIDE * SECTIONS).to_string());
 
     let changes = sections.windows(2).filter(|pair| pair[0].0 != pair[1].0).count();
     let (first, last) = (&sections[0].1, &sections[sections.len() - 1].1);

@@ -1,7 +1,8 @@
-//! Locks in ZooKeeper that are shared with other programs. Apache Curator (`peers/Curator.java`)
-//! stands for Spring Integration too. kazoo (`peers/zoo.py`) runs unchanged, with additional names
-//! to wait for, and renamed. All sides exclude each other, are granted the lock in order of
-//! arrival, and continue after each other's crash. Needs ZooKeeper, Curator and a Java compiler.
+//! Locks in ZooKeeper that are shared with other programs: Apache Curator (`peers/Curator.java`),
+//! which Spring Integration also uses, and kazoo (`peers/zoo.py`). kazoo runs in three variants:
+//! unchanged, waiting for Curator's node names too, and with Curator's node names. All sides
+//! exclude each other, are granted the lock in order of arrival, and continue after each other's
+//! crash. Needs ZooKeeper, Curator and a Java compiler.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
@@ -13,7 +14,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, SectionTask};
+use lock_registry_tests::sections::{PeerLayout, Section, SectionTask};
 use registry_core::{ClaimMode, LockError, LockGuard, LockRegistryExt as _, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
@@ -29,19 +30,19 @@ const KEY: &str = "orders";
 /// The path at which Spring Integration stores the lock of that key.
 const PATH: &str = "/SpringIntegration-LockRegistry/orders";
 
-/// The kinds of participants.
+/// The programs that share a lock, each in one variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum PeerProgram {
-    /// Ours, with Curator's names.
+enum Program {
+    /// Ours, with Curator's node names.
     Ours,
     /// Ours, with `naming=kazoo`.
     OursAsKazoo,
     Curator,
     /// kazoo unchanged.
     Kazoo,
-    /// kazoo that also waits for Curator's names.
+    /// kazoo that also waits for nodes with Curator's names.
     KazooPatterned,
-    /// kazoo with Curator's names.
+    /// kazoo with Curator's node names.
     KazooRenamed,
     /// Ours as a reader, with `naming=curator-read-write`.
     OursReading,
@@ -57,12 +58,12 @@ enum PeerProgram {
     CuratorWithSemaphore,
 }
 
-use PeerProgram::{
+use Program::{
     Curator, CuratorReading, CuratorWithSemaphore, CuratorWriting, Kazoo, KazooPatterned,
     KazooRenamed, Ours, OursAsKazoo, OursReading, OursWithSemaphore, OursWriting,
 };
 
-impl PeerProgram {
+impl Program {
     fn is_ours(self) -> bool {
         matches!(self, Ours | OursAsKazoo | OursReading | OursWriting | OursWithSemaphore)
     }
@@ -71,7 +72,7 @@ impl PeerProgram {
         matches!(self, OursReading | CuratorReading)
     }
 
-    /// The names of the nodes of our programs.
+    /// Returns the option `naming` of our programs.
     fn naming(self) -> &'static str {
         match self {
             OursAsKazoo => "kazoo",
@@ -123,7 +124,7 @@ async fn the_exclusive_lock_of_a_semaphore_is_shared_with_curator() {
     check_sharing(&[OursWithSemaphore, OursWithSemaphore, CuratorWithSemaphore]).await;
 }
 
-/// Some of our processes may already use kazoo's names while others do not.
+/// During a change of the option `naming`, only some of our processes use kazoo's names.
 #[tokio::test]
 async fn our_processes_share_a_lock_under_both_names() {
     check_sharing(&[Ours, OursAsKazoo, KazooPatterned]).await;
@@ -134,16 +135,22 @@ const SECTIONS: u32 = 300;
 
 /// Runs all processes at the same time, and checks mutual exclusion and that grants are in the
 /// order of the queue.
-async fn check_sharing(program: &[PeerProgram]) {
+async fn check_sharing(programs: &[Program]) {
     let server = server().await;
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
     fs::write(&counter, "0").unwrap();
     let mut processes = Vec::new();
-    for (number, &program) in program.iter().enumerate() {
+    for (number, &program) in programs.iter().enumerate() {
         let journal = folder.path().join(format!("journal{number}"));
-        let mut task =
-            SectionTask::new(server.url(), Form::Spring, "", KEY, journal.clone(), counter.clone());
+        let mut task = SectionTask::new(
+            server.url(),
+            PeerLayout::Spring,
+            "",
+            KEY,
+            journal.clone(),
+            counter.clone(),
+        );
         task.sections = SECTIONS;
         processes.push((
             program,
@@ -161,7 +168,7 @@ async fn check_sharing(program: &[PeerProgram]) {
     // process left behind.
     try_join_all(processes.iter().map(|(_, _, process)| wait_for_success(process))).await.unwrap();
 
-    let mut sections: Vec<(PeerProgram, Section)> = Vec::new();
+    let mut sections: Vec<(Program, Section)> = Vec::new();
     for (program, journal, _) in &processes {
         let journal = fs::read_to_string(journal).unwrap();
         sections
@@ -171,7 +178,7 @@ async fn check_sharing(program: &[PeerProgram]) {
     let events =
         (0..).zip(&sections).flat_map(|(number, (_, section))| section.events(KEY, number));
     let checked = check(&History::from_events(events).unwrap()).unwrap();
-    let all = program.len() * SECTIONS as usize;
+    let all = programs.len() * SECTIONS as usize;
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (all, all, 0));
     let count = fs::read_to_string(&counter).unwrap();
     assert_eq!(count.trim(), all.to_string());
@@ -181,9 +188,9 @@ async fn check_sharing(program: &[PeerProgram]) {
     assert_alternates(&sections);
 }
 
-/// Another process always waits, so a process is rarely granted the lock twice in a row.
-fn assert_alternates(sections: &[(PeerProgram, Section)]) {
-    let mut takeovers: BTreeMap<(PeerProgram, PeerProgram), usize> = BTreeMap::new();
+/// Checks that a process is rarely granted the lock twice in a row: another process always waits.
+fn assert_alternates(sections: &[(Program, Section)]) {
+    let mut takeovers: BTreeMap<(Program, Program), usize> = BTreeMap::new();
     for pair in sections.windows(2) {
         if pair[0].1.client != pair[1].1.client {
             *takeovers.entry((pair[0].0, pair[1].0)).or_default() += 1;
@@ -202,7 +209,7 @@ async fn wait_for_success(process: &HelperProcess) -> Result<(), String> {
 
 // ---- Two processes, step by step.
 
-/// Which participants each one waits for: the table in the book.
+/// The book has a table of the programs that wait for each other's locks.
 #[tokio::test]
 async fn each_program_waits_for_the_documented_programs() {
     let server = server().await;
@@ -219,8 +226,8 @@ async fn each_program_waits_for_the_documented_programs() {
         for (program, is_excluded) in
             attempts.chain(admitted.iter().map(|program| (program, false)))
         {
-            let try_once = try_once(&server, *program).await;
-            assert_eq!(try_once, !is_excluded, "{program:?} while {holder:?} has it");
+            let is_granted = try_once(&server, *program).await;
+            assert_eq!(is_granted, !is_excluded, "{program:?} while {holder:?} has it");
         }
         held.release().await;
         assert!(try_once(&server, Ours).await, "after {holder:?}");
@@ -295,12 +302,12 @@ async fn a_mutex_and_a_readers_writer_lock_at_one_path_are_two_locks() {
     }
 }
 
-/// Returns the command line of a process with `take` of three units in Curator.
+/// Returns the options of a Curator process that takes `take` of three units.
 fn units<'a>(once: &'a str, take: &'a str) -> [&'a str; 6] {
     ["--once", once, "--units", "3", "--take", take]
 }
 
-/// Whether a process in Curator that tries once is granted `take` of three units.
+/// Returns whether a Curator process that tries once is granted `take` of three units.
 async fn try_units(server: &ZooKeeperServer, take: &str) -> bool {
     let mut peer = peer(server, CuratorWithSemaphore, 10_000, &units("try", take));
     let answer = peer.expect_line(|line| ["held", "busy"].contains(&line), LONG).await.unwrap();
@@ -336,7 +343,7 @@ async fn the_units_of_a_semaphore_are_shared_with_curator() {
     assert!(try_ours(1).await);
     assert!(!try_ours(2).await);
 
-    // Curator waits for ours, and ours for Curator.
+    // Curator waits for our units, and our caller waits for the units of Curator.
     let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
     expect(&mut theirs, "waiting").await;
     eventually(LONG, async || !try_ours(1).await).await;
@@ -367,7 +374,7 @@ async fn the_units_of_a_semaphore_are_shared_with_curator() {
     assert!(try_units(&server, "3").await);
 }
 
-/// The units of a process that has died return with the end of its session.
+/// When the session of a dead process ends, its units become free.
 #[tokio::test]
 async fn the_units_of_a_dead_process_in_curator_return() {
     let server = server().await;
@@ -434,7 +441,7 @@ async fn the_lock_of_a_dead_process_ends_with_its_session() {
     let folder = TempDir::new().unwrap();
     let (journal, counter) = (folder.path().join("journal"), folder.path().join("counter"));
     fs::write(&counter, "0").unwrap();
-    let mut task = SectionTask::new(server.url(), Form::Spring, "", KEY, journal, counter);
+    let mut task = SectionTask::new(server.url(), PeerLayout::Spring, "", KEY, journal, counter);
     task.url = our_url(&server, Ours, "&session=10s");
     task.hold_ms = 1_000_000;
     let mut dead = HelperProcess::spawn(our_command(&task)).unwrap();
@@ -460,7 +467,7 @@ async fn a_broken_lock_passes_to_the_next_in_the_queue() {
     within(LONG, guard.lost()).await;
     guard.unlock().await.unwrap_err();
     assert!(!try_once(&server, Ours).await);
-    // No client notifies Curator of the loss, so it releases the node that it believes to hold.
+    // The forced release did not affect the lock of the peer.
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
 }
@@ -472,11 +479,11 @@ enum ProgramHold {
 }
 
 impl ProgramHold {
-    async fn by(server: &ZooKeeperServer, program: PeerProgram) -> Self {
+    async fn by(server: &ZooKeeperServer, program: Program) -> Self {
         Self::by_with(server, program, 10_000).await
     }
 
-    async fn by_with(server: &ZooKeeperServer, program: PeerProgram, session_ms: u32) -> Self {
+    async fn by_with(server: &ZooKeeperServer, program: Program, session_ms: u32) -> Self {
         if program.is_ours() {
             let local = registry(server, program, "").await;
             let lock = local.obtain(KEY);
@@ -501,8 +508,8 @@ impl ProgramHold {
     }
 }
 
-/// Whether a participant that tries once is granted the lock. If so, the lock is released.
-async fn try_once(server: &ZooKeeperServer, program: PeerProgram) -> bool {
+/// Returns whether a program that tries once is granted the lock. A granted lock is released.
+async fn try_once(server: &ZooKeeperServer, program: Program) -> bool {
     if program.is_ours() {
         let local = registry(server, program, "").await;
         let lock = local.obtain(KEY);
@@ -528,17 +535,17 @@ async fn server() -> ZooKeeperServer {
 /// Long enough for any machine; reached only by a test that fails.
 const TIMEOUTS: &str = "&timeout=60s&connect_timeout=60s";
 
-fn our_url(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> String {
+fn our_url(server: &ZooKeeperServer, program: Program, options: &str) -> String {
     let naming = program.naming();
     format!("{}?layout=curator&naming={naming}{TIMEOUTS}{options}", server.url())
 }
 
-async fn registry(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> Registry {
+async fn registry(server: &ZooKeeperServer, program: Program, options: &str) -> Registry {
     lock_registry::connect(&our_url(server, program, options)).await.unwrap()
 }
 
 /// The command of `program` for a task whose URL is the server's.
-fn sections_command(program: PeerProgram, mut task: SectionTask) -> Command {
+fn sections_command(program: Program, mut task: SectionTask) -> Command {
     if program.is_ours() {
         let naming = program.naming();
         task.url = format!("{}?layout=curator&naming={naming}{TIMEOUTS}", task.url);
@@ -565,7 +572,7 @@ fn our_command(task: &SectionTask) -> Command {
 
 fn peer(
     server: &ZooKeeperServer,
-    program: PeerProgram,
+    program: Program,
     session_ms: u32,
     options: &[&str],
 ) -> HelperProcess {
@@ -575,7 +582,7 @@ fn peer(
 }
 
 /// The command of a peer that acquires the lock at [`PATH`].
-fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
+fn peer_command(program: Program, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
     let layout = match program {
