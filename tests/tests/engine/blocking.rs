@@ -248,8 +248,8 @@ impl HeldLocks {
     }
 }
 
-/// Makes every blocking call inside a runtime, where it must be refused.
-fn blocking_calls_are_refused(registry: &BlockingRegistry, held: HeldLocks) {
+/// Makes every blocking call, inside a runtime, where each must be refused.
+fn assert_blocking_calls_are_refused(registry: &BlockingRegistry, held: HeldLocks) {
     let refused = |result: Result<(), LockError>| {
         assert!(matches!(result, Err(LockError::InsideRuntime)), "{result:?}");
     };
@@ -306,11 +306,10 @@ fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() 
             &runtime(),
             Box::new({
                 let local = local.clone();
-                move || blocking_calls_are_refused(&local, held)
+                move || assert_blocking_calls_are_refused(&local, held)
             }),
         );
-        // Refused calls leave nothing behind: the guards that could not wait were released in the
-        // background.
+        // A refused call that consumes its guard releases the guard in the background.
         idle(&local);
         assert_eq!(store.records(), 0);
         local.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
@@ -330,7 +329,7 @@ fn everything_can_be_dropped_inside_a_runtime() {
     runtime().block_on(async { drop(over_in_a_thread(&store)) });
 }
 
-/// Opens a registry in a thread where that is allowed.
+/// Opens a registry in a new thread: inside a runtime, that is refused.
 fn over_in_a_thread(store: &MemoryBackend) -> BlockingRegistry {
     thread::scope(|scope| scope.spawn(|| over(store)).join().unwrap())
 }
@@ -389,7 +388,8 @@ fn bad_input_is_refused_as_in_the_async_registry() {
     assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
 }
 
-/// No task waits for the store's reply any more except the drop itself.
+/// The drop of the last guard ends the runtime of the registry, so the drop itself must wait for
+/// the reply to the release.
 #[test]
 fn the_last_guard_of_a_blocking_registry_is_released() {
     let store = MemoryBackend::new();
@@ -414,7 +414,8 @@ thread_local! {
     static LAST_GUARD: std::cell::RefCell<Option<BlockingGuard>> = const { std::cell::RefCell::new(None) };
 }
 
-/// At the end of a thread, its other thread-locals, including tokio's, may already be destroyed.
+/// When the guard is dropped at the end of a thread, tokio's thread-locals may already be
+/// destroyed.
 #[test]
 fn a_guard_in_a_thread_local_is_released_at_the_end_of_its_thread() {
     let store = MemoryBackend::new();

@@ -1,5 +1,5 @@
-//! The auto traits of the types: where guards, locks, registries and their futures may be moved and
-//! shared. Most of these tests pass by compiling.
+//! The public types and their futures are `Send` and `Sync`, so that guards, locks and registries
+//! can be moved to and shared with other tasks. Most of these tests pass if they compile.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -17,37 +17,37 @@ use registry_core::{
     Registry, RegistryBuilder, RoutingRegistry,
 };
 
-const fn is_plain_data<T: Debug + Send + Sync + 'static>() {}
+const fn is_debug_send_sync<T: Debug + Send + Sync + 'static>() {}
 
 const _: () = {
-    is_plain_data::<LockGuard>();
-    is_plain_data::<DistributedLock>();
-    is_plain_data::<Registry>();
-    is_plain_data::<RegistryBuilder>();
-    is_plain_data::<RoutingRegistry>();
-    is_plain_data::<Arc<dyn LockRegistry>>();
-    is_plain_data::<Box<dyn LockRegistry>>();
-    is_plain_data::<Arc<dyn LockBackend>>();
-    is_plain_data::<Arc<dyn Observer>>();
-    is_plain_data::<MemoryBackend>();
-    is_plain_data::<PassThroughBackend>();
-    is_plain_data::<BlockingRegistry>();
-    is_plain_data::<BlockingLock>();
-    is_plain_data::<BlockingGuard>();
-    is_plain_data::<LockOptions>();
-    is_plain_data::<Owner>();
-    is_plain_data::<Executed<u8>>();
-    is_plain_data::<CloseReport>();
-    is_plain_data::<Capabilities>();
-    is_plain_data::<FencingToken>();
-    is_plain_data::<Holder>();
-    is_plain_data::<Finding>();
-    is_plain_data::<Claim>();
-    is_plain_data::<Key>();
-    is_plain_data::<LostReason>();
-    is_plain_data::<LockError>();
-    is_plain_data::<BackendError>();
-    is_plain_data::<ConfigError>();
+    is_debug_send_sync::<LockGuard>();
+    is_debug_send_sync::<DistributedLock>();
+    is_debug_send_sync::<Registry>();
+    is_debug_send_sync::<RegistryBuilder>();
+    is_debug_send_sync::<RoutingRegistry>();
+    is_debug_send_sync::<Arc<dyn LockRegistry>>();
+    is_debug_send_sync::<Box<dyn LockRegistry>>();
+    is_debug_send_sync::<Arc<dyn LockBackend>>();
+    is_debug_send_sync::<Arc<dyn Observer>>();
+    is_debug_send_sync::<MemoryBackend>();
+    is_debug_send_sync::<PassThroughBackend>();
+    is_debug_send_sync::<BlockingRegistry>();
+    is_debug_send_sync::<BlockingLock>();
+    is_debug_send_sync::<BlockingGuard>();
+    is_debug_send_sync::<LockOptions>();
+    is_debug_send_sync::<Owner>();
+    is_debug_send_sync::<Executed<u8>>();
+    is_debug_send_sync::<CloseReport>();
+    is_debug_send_sync::<Capabilities>();
+    is_debug_send_sync::<FencingToken>();
+    is_debug_send_sync::<Holder>();
+    is_debug_send_sync::<Finding>();
+    is_debug_send_sync::<Claim>();
+    is_debug_send_sync::<Key>();
+    is_debug_send_sync::<LostReason>();
+    is_debug_send_sync::<LockError>();
+    is_debug_send_sync::<BackendError>();
+    is_debug_send_sync::<ConfigError>();
 };
 
 const fn is_error<T: Error + Send + Sync + 'static>() {}
@@ -60,13 +60,13 @@ const _: () = {
     is_error::<ConfigError>();
 };
 
-/// Takes a future that may be spawned.
-async fn sent<F: Future + Send>(future: F) -> F::Output {
+/// Awaits a future that must be `Send`.
+async fn require_send<F: Future + Send>(future: F) -> F::Output {
     future.await
 }
 
-/// Takes a future that may outlive everything it was created from.
-async fn sent_away<F: Future<Output: Send> + Send + 'static>(future: F) -> F::Output {
+/// Spawns a future, which must be `Send` and borrow nothing, and returns its output.
+async fn spawn_and_join<F: Future<Output: Send> + Send + 'static>(future: F) -> F::Output {
     let task: tokio::task::JoinHandle<F::Output> = tokio::spawn(future);
     task.await.unwrap()
 }
@@ -76,38 +76,38 @@ async fn every_future_of_a_lock_can_be_sent() {
     let registry = Registry::in_memory().unwrap();
     let lock = registry.obtain("k");
     let options = LockOptions::new().wait(Duration::ZERO);
-    drop(sent(lock.lock()).await.unwrap());
-    sent(registry.idle()).await;
-    drop(sent(lock.try_lock()).await.unwrap());
-    drop(sent(lock.try_lock_for(Duration::ZERO)).await.unwrap());
-    drop(sent(lock.try_lock_with(options)).await.unwrap());
-    drop(sent(lock.holders()).await.unwrap());
+    drop(require_send(lock.lock()).await.unwrap());
+    require_send(registry.idle()).await;
+    drop(require_send(lock.try_lock()).await.unwrap());
+    drop(require_send(lock.try_lock_for(Duration::ZERO)).await.unwrap());
+    drop(require_send(lock.try_lock_with(options)).await.unwrap());
+    drop(require_send(lock.holders()).await.unwrap());
 }
 
 #[tokio::test]
 async fn every_future_of_a_guard_can_be_sent() {
     let registry = Registry::in_memory().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
-    sent(guard.extend(Duration::from_secs(30))).await.unwrap();
-    sent(guard.protect(async {})).await.unwrap();
-    sent(guard.unlock()).await.unwrap();
+    require_send(guard.extend(Duration::from_secs(30))).await.unwrap();
+    require_send(guard.protect(async {})).await.unwrap();
+    require_send(guard.unlock()).await.unwrap();
 }
 
 #[tokio::test]
 async fn every_future_of_a_registry_can_be_sent() {
     let registry = Registry::in_memory().unwrap();
-    sent(registry.list()).await.unwrap();
-    sent(registry.force_release("k")).await.unwrap();
-    sent(registry.diagnose()).await.unwrap();
-    sent(registry.idle()).await;
-    _ = sent(registry.close(Duration::ZERO)).await;
+    require_send(registry.list()).await.unwrap();
+    require_send(registry.force_release("k")).await.unwrap();
+    require_send(registry.diagnose()).await.unwrap();
+    require_send(registry.idle()).await;
+    _ = require_send(registry.close(Duration::ZERO)).await;
 }
 
 #[tokio::test]
 async fn a_guard_can_be_moved_to_another_task_and_unlocked_there() {
     let registry = Registry::in_memory().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
-    sent_away(guard.unlock()).await.unwrap();
+    spawn_and_join(guard.unlock()).await.unwrap();
     assert_eq!(registry.held(), 0);
 }
 
@@ -116,7 +116,7 @@ async fn a_guard_can_be_shared_between_tasks() {
     let registry = Registry::in_memory().unwrap();
     let guard = Arc::new(registry.obtain("k").lock().await.unwrap());
     let shared = Arc::clone(&guard);
-    assert!(sent_away(async move { shared.protect(async {}).await }).await.is_ok());
+    assert!(spawn_and_join(async move { shared.protect(async {}).await }).await.is_ok());
     assert!(guard.is_held());
 }
 
@@ -153,7 +153,7 @@ async fn locked_work_can_be_sent_when_the_work_can() {
     let text = String::from("captured");
 
     let seen = text.clone();
-    let done = sent_away(async move {
+    let done = spawn_and_join(async move {
         let work = async |guard: &LockGuard| {
             tokio::task::yield_now().await;
             (guard.is_held(), seen.len())
@@ -162,7 +162,7 @@ async fn locked_work_can_be_sent_when_the_work_can() {
     });
     assert_eq!(done.await.unwrap().output, (true, 8));
 
-    let done = sent_away(async move {
+    let done = spawn_and_join(async move {
         let work = async |guard: &LockGuard| {
             guard.extend(Duration::from_secs(30)).await.unwrap();
             text
@@ -191,7 +191,7 @@ async fn locked_work_may_be_tied_to_its_thread() {
 #[tokio::test]
 async fn a_scope_of_an_owner_can_be_sent() {
     let registry = Registry::in_memory().unwrap();
-    let nested = sent_away(async move {
+    let nested = spawn_and_join(async move {
         Owner::scope(async {
             let outer = registry.obtain("k").lock().await.unwrap();
             let inner = registry.obtain("k").lock().await.unwrap();

@@ -1,5 +1,5 @@
-//! The end of a registry: its report is correct, no lock stays held, and no caller waits longer
-//! than necessary.
+//! `Registry::close` over the in-process store behind faults: its report is correct, no lock stays
+//! held, and no caller waits longer than necessary.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use tokio::time::{advance, timeout};
 
 use super::panicking_backend::PanickingBackend;
 
-/// An `unlock` in flight is neither held any more nor queued at the background releaser. `close`
-/// must not close the store before it completes.
+/// During an `unlock`, the lock is neither held any more nor queued at the background releaser.
+/// `close` must not close the store before the `unlock` completes.
 #[tokio::test(start_paused = true)]
 async fn close_waits_for_an_unlock_in_flight() {
     let store = MemoryBackend::new();
@@ -81,8 +81,8 @@ async fn waiters_return_closed_before_the_limit() {
     remote_guard.unlock().await.unwrap();
 }
 
-/// A key stays locked for its `min_hold` without the registry. Waiting for it would only delay the
-/// close.
+/// A key stays locked for its `min_hold` even without the registry. Therefore `close` need not
+/// wait for the end of the `min_hold`.
 #[tokio::test(start_paused = true)]
 async fn a_min_hold_does_not_delay_close() {
     let store = MemoryBackend::new();

@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Longer than any test waits: a key that is free earlier was released and did not expire.
+/// Longer than any test waits: a key that becomes free was released and did not expire.
 const NEVER: Duration = Duration::from_secs(3_600);
 
 /// A short lease, for claims that expire.
@@ -56,7 +56,7 @@ impl TestStore {
         })
     }
 
-    /// Opens a registry over the same store behind faults.
+    /// Opens a registry over this store, behind faults.
     fn open_faulty(
         &self,
         registry_runtime: &Runtime,
@@ -85,8 +85,8 @@ fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// Returns the panics inside the engine and the runtime, which would swallow them. Panics of the
-/// tests themselves are excluded.
+/// Returns the panics inside the engine, the store and the runtime. Without this check they would
+/// go unnoticed, because a runtime catches the panics of its tasks.
 fn unexpected_panics() -> Vec<String> {
     static INSTALL_HOOK: Once = Once::new();
     static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -115,7 +115,7 @@ fn for_each_store(test: impl Fn(&TestStore)) {
 
 type LockFuture = BoxFuture<'static, Result<LockGuard, LockError>>;
 
-/// A `lock()` that was polled until it waits for something other than its own wake-ups.
+/// Returns a `lock()` future that was polled once and is pending.
 fn polled_once(registry_runtime: &Runtime, lock: DistributedLock) -> LockFuture {
     let mut lock_future: LockFuture = Box::pin(async move { lock.lock().await });
     let _inside = registry_runtime.enter();
@@ -124,7 +124,7 @@ fn polled_once(registry_runtime: &Runtime, lock: DistributedLock) -> LockFuture 
     lock_future
 }
 
-/// No reply to any acquire for the duration of the test.
+/// Returns faults that delay the reply to every acquire until the test has ended.
 fn no_replies() -> Faults {
     Faults::none().always(Operation::Acquire, Fault::DelayReply(NEVER))
 }
@@ -195,9 +195,8 @@ fn an_unlock_dropped_outside_a_runtime_completes_in_the_background() {
     });
 }
 
-/// Fills a runtime with every kind of pending work: a held guard, a waiter behind it, and a request
-/// without a reply. Further, a loss watcher, protected work, and a guard at the background
-/// releaser.
+/// Opens registries, and spawns every kind of pending work in a runtime: a held guard, a waiter
+/// behind it, a request without a reply, a loss watcher, protected work, and a dropped guard.
 fn registries_with_pending_work(store: &TestStore, registry_runtime: &Runtime) -> Vec<Registry> {
     let local = store.open(registry_runtime, SHORT);
     let (unanswered_registry, _) = store.open_faulty(registry_runtime, SHORT, no_replies());
@@ -423,7 +422,7 @@ fn a_panic_after_the_end_of_the_runtime_is_no_double_panic() {
         drop(registry_runtime);
         // A second panic during unwinding would abort the process.
         let panicked = catch_unwind(AssertUnwindSafe(move || {
-            let _dropped_in_passing = (guard, waiting);
+            let _dropped_during_unwinding = (guard, waiting);
             panic!("on purpose");
         }));
         assert!(panicked.is_err());

@@ -1,5 +1,6 @@
-//! Elections and jobs under lost, late and repeated requests and replies, outages and crashes, by
-//! seed and on paused time.
+//! Elections and jobs over the in-process store, on paused time: no two terms or runs overlap, and
+//! no tick is lost. Seeded faults lose, delay and repeat requests and replies. Processes lose their
+//! connection for a while, and candidates crash.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -75,7 +76,7 @@ impl Trial {
         Self { random: fastrand::Rng::with_seed(seed), store: MemoryBackend::new() }
     }
 
-    /// Opens a process with faults of its own.
+    /// Opens the registry of a process, behind faults of its own.
     fn process(&mut self) -> (Arc<FaultyBackend>, Registry) {
         let faults = faults(&mut self.random);
         let faulty = Arc::new(FaultyBackend::new(Arc::new(self.store.clone()), faults));
@@ -100,7 +101,11 @@ fn seeds() -> std::ops::Range<u64> {
     if std::env::var("SIMULATION").is_ok() { 0..1_000 } else { 0..100 }
 }
 
-fn run(election: &Election, terms: &Arc<Mutex<Terms>>, tasks: &mut JoinSet<()>) -> AbortHandle {
+fn spawn_candidate(
+    election: &Election,
+    terms: &Arc<Mutex<Terms>>,
+    tasks: &mut JoinSet<()>,
+) -> AbortHandle {
     let (election, terms) = (election.clone(), Arc::clone(terms));
     tasks.spawn(async move {
         let work = |term: Term| {
@@ -131,16 +136,16 @@ async fn election_trial(seed: u64) {
     let terms = Arc::new(Mutex::new(Terms::default()));
     let mut tasks = JoinSet::new();
     let mut running: Vec<_> =
-        elections.iter().map(|election| run(election, &terms, &mut tasks)).collect();
+        elections.iter().map(|election| spawn_candidate(election, &terms, &mut tasks)).collect();
     for _ in 0..STEPS {
         let n = trial.random.usize(..CANDIDATES);
         match trial.random.u8(..4) {
             0 => _ = elections[n].step_down(),
             1 => {
-                // A crash: the next candidate of this process begins with the old one's claim in
-                // release.
+                // A crash: the next candidate of this process starts while the claim of the aborted
+                // one is still being released.
                 running[n].abort();
-                running[n] = run(&elections[n], &terms, &mut tasks);
+                running[n] = spawn_candidate(&elections[n], &terms, &mut tasks);
             }
             _ => trial.disturb(&processes).await,
         }
@@ -149,13 +154,13 @@ async fn election_trial(seed: u64) {
     for (faulty, _) in &processes {
         faulty.clear_faults();
     }
-    // Someone leads once the store responds again.
+    // A candidate leads once the store responds again.
     let mut leaders: Vec<_> = elections.iter().map(Election::leadership).collect();
     let leads = leaders.iter_mut().map(|leadership| {
         Box::pin(leadership.wait_for(|now| matches!(now, Leadership::Leader(_))))
     });
-    let someone = futures_util::future::select_all(leads);
-    timeout(LEASE * 20, someone).await.expect("a candidate leads after the faults").0.unwrap();
+    let any_leader = futures_util::future::select_all(leads);
+    timeout(LEASE * 20, any_leader).await.expect("a candidate leads after the faults").0.unwrap();
     while let Some(Err(ended)) = tasks.try_join_next() {
         assert!(ended.is_cancelled(), "seed {seed}: {ended}");
     }
@@ -214,7 +219,7 @@ async fn run_ticks(registry: Registry, job: Arc<Mutex<Job>>, ticks: u64) {
                 tick += 1;
             }
             Ok(Outcome::AlreadyDone { .. }) => tick += 1,
-            // Busy, or an error: the tick may be available still.
+            // Busy, or an error: the tick may still be due.
             Ok(_) | Err(_) => sleep(LEASE / 20).await,
         }
     }

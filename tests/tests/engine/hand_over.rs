@@ -42,7 +42,7 @@ async fn an_expired_claim_is_not_handed_over() {
     tokio::task::yield_now().await;
     drop(guard);
     // Blocks the only thread of our runtime until another process has acquired the key.
-    let (remote, their_guard) = thread::spawn(move || {
+    let (remote_runtime, remote_guard) = thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         let guard = runtime.block_on(async {
             over(&store, LONG).obtain("k").try_lock_for(LONG).await.unwrap().unwrap()
@@ -52,11 +52,11 @@ async fn an_expired_claim_is_not_handed_over() {
     .join()
     .unwrap();
     assert!(timeout(ms(500), &mut waiter).await.is_err(), "two holders");
-    let token = their_guard.fencing_token();
-    remote.spawn(their_guard.unlock());
+    let token = remote_guard.fencing_token();
+    remote_runtime.spawn(remote_guard.unlock());
     let next = timeout(LONG, waiter).await.unwrap().unwrap();
     assert!(next.is_held() && next.fencing_token() > token);
-    remote.shutdown_background();
+    remote_runtime.shutdown_background();
 }
 
 /// A delivered guard may wait for longer than its lease until the caller's future is polled.

@@ -1,5 +1,5 @@
-//! A request that failed for its caller may still arrive. The background releaser releases its
-//! grant before the lease ends.
+//! A request that failed for its caller may still arrive at the store and be granted. The
+//! background releaser releases this grant before its lease ends.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -82,7 +82,8 @@ async fn a_late_acquire_is_released_although_a_later_one_was_released() {
     assert!(next.is_some(), "left to its lease, although the store answers");
 }
 
-/// The backend leaves the retry to the engine, which counts the first request.
+/// The backend leaves the retry to the engine, which counts the first request as an unknown
+/// attempt.
 #[tokio::test(start_paused = true)]
 async fn a_single_try_survives_a_stale_connection_and_its_first_request_leaves_no_lock() {
     let store = MemoryBackend::new();

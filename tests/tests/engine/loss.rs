@@ -1,5 +1,5 @@
-//! Loss notification. A loss is reported however late a caller checks, and a released lock is never
-//! lost. A watcher that never resolves holds no resources.
+//! Loss notification over the in-process store. A loss is reported however late a caller checks,
+//! and a released lock is never lost. A future of `lost` that never resolves holds no resources.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -21,7 +21,7 @@ async fn a_loss_future_of_a_released_lock_keeps_no_local_lock() {
     assert_eq!(registry.local_locks(), 0);
 }
 
-/// The same for a watcher that starts after the release.
+/// The same for a future that is polled only after the release.
 #[tokio::test(start_paused = true)]
 async fn a_loss_future_polled_after_the_release_keeps_no_local_lock() {
     let registry = Registry::builder(Arc::new(MemoryBackend::new())).build().unwrap();

@@ -1,5 +1,6 @@
-//! A registry that has used a million keys needs no more memory than a new one. This test has its
-//! own binary, because it measures the memory of the whole process.
+//! A registry that has used a million keys needs no more memory than a new one. The test measures
+//! the memory of the whole process. cargo-nextest runs each test in its own process; with
+//! `cargo test`, other tests of this binary are measured too.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -20,8 +21,8 @@ const AT_ONCE: u64 = 1_000;
 /// thirty.
 const GROWTH_MAX: u64 = 8 * 1_024 * 1_024;
 
-/// The smallest page size. With larger pages the growth is understated; the counts of local locks
-/// and records are exact.
+/// The smallest page size. With larger pages, the growth is underestimated. The counts of local
+/// locks and records are exact in any case.
 const PAGE_MIN: u64 = 4_096;
 
 /// The resident memory of this process, in bytes.
@@ -31,7 +32,7 @@ fn resident_bytes() -> u64 {
     pages * PAGE_MIN
 }
 
-/// Obtains, locks and releases a batch of new keys, in every possible way.
+/// Obtains a batch of new keys, locks most of them, and releases them by `unlock` or by drop.
 async fn lock_and_release_all(registry: &Registry, keys: std::ops::Range<u64>) {
     let mut guards = Vec::new();
     for key in keys {

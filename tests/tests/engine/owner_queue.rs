@@ -21,8 +21,9 @@ impl Wake for SlowWaker {
     }
 }
 
-/// The next caller releases before the previous holder has searched the queue for callers with the
-/// same owner. Such a caller then stays queued and is granted the lock later.
+/// After a hand-over, the previous holder searches the queue for callers with the owner of the new
+/// holder. If the new holder releases before that, such a caller stays queued and is granted the
+/// lock later.
 #[test]
 fn a_waiter_with_the_owner_of_a_short_holder_is_granted() {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -43,7 +44,7 @@ fn assert_waiter_is_granted(runtime: &Runtime) {
     };
     let first = runtime.block_on(lock.lock()).unwrap();
 
-    let (enqueue_spawned, is_queued) = mpsc::channel();
+    let (queued_sender, is_queued) = mpsc::channel();
     let short_holder = thread::spawn({
         let (mut lock_with_owner, handle) = (lock_with_owner(), runtime.handle().clone());
         move || {
@@ -51,7 +52,7 @@ fn assert_waiter_is_granted(runtime: &Runtime) {
             let waker = Waker::from(Arc::new(SlowWaker(thread::current())));
             let mut context = Context::from_waker(&waker);
             assert!(lock_with_owner.as_mut().poll(&mut context).is_pending());
-            enqueue_spawned.send(()).unwrap();
+            queued_sender.send(()).unwrap();
             loop {
                 thread::park();
                 if let Poll::Ready(guard) = lock_with_owner.as_mut().poll(&mut context) {

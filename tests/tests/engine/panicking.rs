@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::panicking_backend::PanickingBackend;
 
-/// Beyond the default lease.
+/// Longer than the default lease.
 const LONG: Duration = Duration::from_secs(60);
 
 fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
@@ -56,7 +56,7 @@ async fn wait_until_idle(registry: &Registry) {
 #[tokio::test(start_paused = true)]
 async fn a_panic_reaches_only_its_caller() {
     for method in PanickingBackend::METHODS {
-        // No caller invokes these methods, or another test covers them.
+        // These methods are not called by a request of a caller, or another test covers them.
         if ["capabilities", "shard", "close"].contains(method) {
             continue;
         }

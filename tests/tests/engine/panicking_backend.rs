@@ -18,7 +18,7 @@ pub(crate) struct PanickingBackend {
 }
 
 impl PanickingBackend {
-    /// The points where it can panic. `done` means after the store has executed the request.
+    /// The points at which the backend can panic. `done`: after the store has executed the request.
     pub(crate) const METHODS: &[&str] = &[
         "capabilities",
         "check_key",
@@ -49,9 +49,9 @@ impl PanickingBackend {
         self.panics_in.lock().unwrap().is_none()
     }
 
-    fn pass(&self, method: &str) {
+    fn panic_if_chosen(&self, method: &str) {
         let panics = self.panics_in.lock().unwrap().take_if(|chosen| *chosen == method).is_some();
-        // The mutex is unlocked here, so the panic does not poison it.
+        // The mutex is already unlocked, so the panic does not poison it.
         assert!(!panics, "{method} panics on purpose");
     }
 }
@@ -59,47 +59,47 @@ impl PanickingBackend {
 #[async_trait]
 impl LockBackend for PanickingBackend {
     fn capabilities(&self) -> Capabilities {
-        self.pass("capabilities");
+        self.panic_if_chosen("capabilities");
         self.inner.capabilities()
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        self.pass("check_key");
+        self.panic_if_chosen("check_key");
         self.inner.check_key(key)
     }
 
     fn shard(&self, claim: &Claim) -> u32 {
-        self.pass("shard");
+        self.panic_if_chosen("shard");
         self.inner.shard(claim)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.pass("try_acquire");
+        self.panic_if_chosen("try_acquire");
         let attempt = self.inner.try_acquire(claim).await;
-        self.pass("try_acquire, done");
+        self.panic_if_chosen("try_acquire, done");
         attempt
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.pass("renew");
+        self.panic_if_chosen("renew");
         self.inner.renew(claims).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.pass("release");
+        self.panic_if_chosen("release");
         let release = self.inner.release(claim).await;
-        self.pass("release, done");
+        self.panic_if_chosen("release, done");
         release
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.pass("wait");
+        self.panic_if_chosen("wait");
         self.inner.wait(claim, busy).await;
     }
 
-    fn subscribe(&self, hints: Invalidations) {
-        self.pass("subscribe");
-        self.inner.subscribe(hints);
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.panic_if_chosen("subscribe");
+        self.inner.subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -115,12 +115,12 @@ impl LockBackend for PanickingBackend {
     }
 
     fn waiters(&self) -> Option<&dyn WaiterStore> {
-        self.pass("waiters");
+        self.panic_if_chosen("waiters");
         self.inner.waiters()
     }
 
     async fn close(&self) {
-        self.pass("close");
+        self.panic_if_chosen("close");
         self.inner.close().await;
     }
 }
@@ -128,22 +128,22 @@ impl LockBackend for PanickingBackend {
 #[async_trait]
 impl LockAdmin for PanickingBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        self.pass("inspect");
+        self.panic_if_chosen("inspect");
         self.inner.inspect(key).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.pass("list");
+        self.panic_if_chosen("list");
         self.inner.list().await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.pass("force_release");
+        self.panic_if_chosen("force_release");
         self.inner.force_release(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.pass("diagnose");
+        self.panic_if_chosen("diagnose");
         self.inner.diagnose().await
     }
 }

@@ -1,4 +1,5 @@
-//! Occasional renewal failures of a healthy store, without a reply or with a panic, lose no lock.
+//! Occasional failures of renewals lose no lock. A renewal fails by a missing reply, a lost request
+//! or a panic of the backend.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,8 +47,8 @@ impl LockBackend for UnansweringBackend {
     }
 }
 
-/// After four unanswered renewals the lease renewer stops asking the store. Only consecutive ones
-/// may count: a store that replies in between is alive.
+/// After four unanswered renewals in a row, the lease renewer sends no more until a response
+/// arrives. Renewals that are answered in between must reset this count.
 #[tokio::test(start_paused = true)]
 async fn occasional_unanswered_renewals_lose_no_lock() {
     let backend = UnansweringBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
@@ -105,8 +106,8 @@ async fn a_panic_in_shard_does_not_stop_the_lease_renewer() {
     assert!(guard.is_held() && other.is_held(), "renewals have stopped");
 }
 
-/// The key must stay locked although no guard holds it any more; one failed renewal must not end
-/// that.
+/// During its `min_hold`, a key stays locked after its guard was dropped. Two failed renewals must
+/// not end this hold.
 #[tokio::test(start_paused = true)]
 async fn a_failed_renewal_ends_no_min_hold() {
     let store = MemoryBackend::new();

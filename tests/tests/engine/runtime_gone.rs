@@ -1,6 +1,6 @@
-//! A registry whose runtime has shut down is closed. This affects new calls, calls that wait in
-//! another runtime, and its count of held locks. A registry whose runtime is not driven renews
-//! nothing and releases no dropped guard.
+//! A registry whose runtime has shut down is closed: calls that wait in another runtime return
+//! `Closed`, and no local lock or backend remains in memory. A registry whose runtime is not driven
+//! renews nothing, and releases no dropped guard until it is driven again.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -28,7 +28,7 @@ fn over(store: &MemoryBackend, registry_runtime: &Runtime, lease: Duration) -> R
     Registry::builder(Arc::new(store.clone())).lease(lease).build().unwrap()
 }
 
-/// No task can release the claim any more, but the dropped guard must still free its memory.
+/// No task can release the claim any more, but the drop must still free the local lock.
 #[test]
 fn a_guard_dropped_after_its_runtime_leaves_no_local_lock() {
     let (store, registry_runtime) = (MemoryBackend::new(), runtime());
@@ -63,8 +63,8 @@ impl LockBackend for CountedBackend {
     }
 }
 
-/// A claim still scheduled at the lease renewer would keep the engine, the backend and its
-/// connections open without a limit.
+/// If the claim stayed scheduled at the lease renewer, the engine, the backend and its connections
+/// would never be dropped.
 #[test]
 fn a_registry_dropped_after_its_runtime_frees_its_backend() {
     let backend_count = Arc::new(());
@@ -94,8 +94,8 @@ fn wait_in_another_runtime(holder_is_local: bool) -> Result<LockGuard, LockError
     let mut waiting = Box::pin(async move { lock.lock().await });
     {
         let _inside = other_runtime.enter();
-        let mut in_passing = Context::from_waker(Waker::noop());
-        assert!(waiting.as_mut().poll(&mut in_passing).is_pending());
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(waiting.as_mut().poll(&mut context).is_pending());
     }
     let waiting = other_runtime.spawn(waiting);
     drop(registry_runtime);
@@ -116,7 +116,7 @@ fn a_waiter_in_the_local_queue_returns_closed() {
     assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
 }
 
-/// A runtime that only runs inside `block_on`.
+/// Returns a runtime whose tasks run only inside `block_on`.
 fn undriven_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }

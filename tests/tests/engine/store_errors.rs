@@ -14,7 +14,7 @@ use tokio::task::{JoinHandle, yield_now};
 const UNANSWERED: Fault = Fault::DelayRequest(Duration::from_secs(100_000));
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A registry over `store` with these faults in between.
+/// Opens a registry over `store`, behind these faults.
 fn faulty(store: &MemoryBackend, faults: Faults) -> Registry {
     let backend = FaultyBackend::new(Arc::new(store.clone()), faults);
     Registry::builder(Arc::new(backend)).build().unwrap()
@@ -53,8 +53,8 @@ async fn a_caller_behind_a_failing_caller_returns_its_error() {
     }
 }
 
-/// For as long as its lease, the engine tries to complete and release the attempt. Meanwhile no
-/// other local caller competes.
+/// Until its lease is over, the engine tries to release the unanswered attempt. Meanwhile, no other
+/// local caller competes.
 #[tokio::test(start_paused = true)]
 async fn a_caller_during_the_release_of_an_unanswered_attempt_returns_its_error() {
     let silent = Faults::none()

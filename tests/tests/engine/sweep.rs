@@ -1,10 +1,10 @@
 //! The cancellation sweep: each operation is dropped after every possible number of polls, over the
 //! in-process store, over SQLite and behind faults.
 //!
-//! After every drop the key becomes free again: within a second if no reply was lost, otherwise
-//! within the lease. Other callers of the lock and the registry are not affected, and nothing is
-//! left behind. The scenarios are here. The stores, the faults and the checks are in the folder
-//! `sweep`.
+//! After every drop, the key becomes free again: within a second if no reply was lost, otherwise
+//! within the lease. Other callers of the lock and the registry are not affected. No local lock,
+//! claim or record remains. The scenarios are here. The stores, the faults and the checks are in
+//! the folder `sweep`.
 
 #![expect(
     clippy::unwrap_used,
@@ -27,7 +27,7 @@ mod fair_store;
 use environments::{Environment, KEY, Scenario, TestSetup};
 
 /// Each scenario becomes two tests: one over the in-process store on paused time, one over SQLite.
-/// Those that often wait for the end of a lease run only on paused time.
+/// Scenarios that often wait for the end of a lease run only on paused time.
 macro_rules! swept {
     (
         $($(#[doc = $doc:literal])+ $scenario:ident;)+
@@ -59,7 +59,8 @@ macro_rules! swept {
             #[tokio::test]
             async fn $scenario() {
                 let folder = tempfile::tempdir().unwrap();
-                // Concurrent, because they spend most of their time waiting. Each has its own file.
+                // Concurrent, because the environments spend most of their time waiting. Each has
+                // its own file.
                 stream::iter(super::environments::sqlite(&folder))
                     .for_each_concurrent(None, async |environment| {
                         environment.sweep(super::$scenario).await;
@@ -87,7 +88,7 @@ swept! {
     try_lock_for_with_success;
     /// `try_lock_for` behind a local holder, until the deadline.
     try_lock_for_behind_a_local_holder;
-    /// `lock` for an owner whose other caller gets the lock first.
+    /// `lock` for an owner when another caller of the same owner is granted the lock first.
     lock_for_an_owner_granted_elsewhere;
     /// `lock` for an owner while another caller of the same owner waits behind.
     lock_for_an_owner_with_another_caller;
@@ -101,8 +102,8 @@ swept! {
     unlock_before_min_hold;
     /// `unlock` of a lock that was lost.
     unlock_of_a_lost_lock;
-    /// `renew`.
-    renew;
+    /// `extend`.
+    extend;
     /// `protect`, with work that ends.
     protect;
     /// `protect` under a lock that is lost.
@@ -139,7 +140,7 @@ swept! {
     close_while_a_caller_contends;
 
     only_over_memory:
-    /// `lock` of a key that another process reads, with a place that blocks new readers.
+    /// `lock` of a key that another process reads. The waiting caller blocks new readers.
     lock_behind_a_reader;
     /// `acquire` of a fair semaphore behind a local caller that waits for more units.
     acquire_behind_a_fair_caller;
@@ -227,7 +228,7 @@ async fn try_lock_for_with_success(_: &Environment, setup: &TestSetup) -> Scenar
 
 async fn try_lock_for_behind_a_local_holder(_: &Environment, setup: &TestSetup) -> Scenario {
     let held = locked(&setup.local.obtain(KEY)).await;
-    // The deadline and the end of the hold fall on the same instant.
+    // The deadline passes at the instant at which the holder releases the lock.
     let options = LockOptions::new().wait(ms(10));
     Scenario::of(attempt(setup.local.obtain(KEY), options)).with_concurrent(hold(held))
 }
@@ -290,13 +291,13 @@ async fn unlock_of_a_lost_lock(_: &Environment, setup: &TestSetup) -> Scenario {
     Scenario::of(unlock_guard(guard))
 }
 
-async fn renew(environment: &Environment, setup: &TestSetup) -> Scenario {
+async fn extend(environment: &Environment, setup: &TestSetup) -> Scenario {
     let guard = Arc::new(locked(&setup.local.obtain(KEY)).await);
-    let renewed = Arc::clone(&guard);
-    // Renewing for a longer lease would invalidate the limit of environments that wait for its end.
+    let extended = Arc::clone(&guard);
+    // In some environments the lease must expire. A longer one would exceed their recovery limit.
     let lease = environment.lease();
     let swept = async move {
-        drop(renewed.extend(lease).await);
+        drop(extended.extend(lease).await);
         Vec::new()
     };
     Scenario { still_held: vec![guard], ..Scenario::of(swept) }
@@ -339,7 +340,7 @@ async fn execute_locked(_: &Environment, setup: &TestSetup) -> Scenario {
     })
 }
 
-/// Returns the guard, or `None` if the store has no such mode. Nothing is then swept.
+/// Returns the guard, or `None` if the store does not support its mode.
 fn supported(acquired: Result<LockGuard, LockError>) -> Option<LockGuard> {
     match acquired {
         Err(LockError::Unsupported { .. }) => None,
@@ -347,8 +348,9 @@ fn supported(acquired: Result<LockGuard, LockError>) -> Option<LockGuard> {
     }
 }
 
-/// Holds a guard in another process for 10 ms, if the store has its mode.
-fn beside(scenario: Scenario, held: Option<LockGuard>) -> Scenario {
+/// Adds a holder in another process, which releases after 10 ms. `None`: the store does not support
+/// the mode of the holder.
+fn with_remote_holder(scenario: Scenario, held: Option<LockGuard>) -> Scenario {
     match held {
         Some(held) => scenario.with_concurrent(hold(held)),
         None => scenario,
@@ -376,7 +378,7 @@ async fn read_behind_a_writer(_: &Environment, setup: &TestSetup) -> Scenario {
 
 async fn lock_behind_a_reader(_: &Environment, setup: &TestSetup) -> Scenario {
     let held = supported(setup.remote.obtain(KEY).read().await);
-    beside(Scenario::of(attempt_default(setup.local.obtain(KEY))), held)
+    with_remote_holder(Scenario::of(attempt_default(setup.local.obtain(KEY))), held)
 }
 
 async fn upgrade_beside_a_reader(_: &Environment, setup: &TestSetup) -> Scenario {
@@ -386,7 +388,7 @@ async fn upgrade_beside_a_reader(_: &Environment, setup: &TestSetup) -> Scenario
         let Some(upgradable) = upgradable else { return Vec::new() };
         upgradable.upgrade().await.into_iter().collect()
     };
-    beside(Scenario::of(upgraded), reader)
+    with_remote_holder(Scenario::of(upgraded), reader)
 }
 
 async fn try_upgrade_for_until_the_deadline(_: &Environment, setup: &TestSetup) -> Scenario {
@@ -399,7 +401,7 @@ async fn try_upgrade_for_until_the_deadline(_: &Environment, setup: &TestSetup) 
             Err(_) => Vec::new(),
         }
     };
-    beside(Scenario::of(upgraded), reader)
+    with_remote_holder(Scenario::of(upgraded), reader)
 }
 
 async fn downgrade(_: &Environment, setup: &TestSetup) -> Scenario {
@@ -418,7 +420,8 @@ async fn downgrade_to_upgradable(_: &Environment, setup: &TestSetup) -> Scenario
 async fn acquire_many_behind_a_permit(_: &Environment, setup: &TestSetup) -> Scenario {
     let held = supported(setup.remote.semaphore(KEY, 3).acquire_many(2).await);
     let semaphore = setup.local.semaphore(KEY, 3);
-    beside(Scenario::of(async move { semaphore.acquire_many(2).await.into_iter().collect() }), held)
+    let acquired = async move { semaphore.acquire_many(2).await.into_iter().collect() };
+    with_remote_holder(Scenario::of(acquired), held)
 }
 
 async fn acquire_behind_a_fair_caller(_: &Environment, setup: &TestSetup) -> Scenario {
@@ -434,7 +437,7 @@ async fn acquire_behind_a_fair_caller(_: &Environment, setup: &TestSetup) -> Sce
     let swept = async move {
         semaphore.acquire_with(1, LockOptions::new().fair(true)).await.into_iter().collect()
     };
-    let scenario = beside(Scenario::of(swept).with_concurrent(waits_for_all), held);
+    let scenario = with_remote_holder(Scenario::of(swept).with_concurrent(waits_for_all), held);
     enqueue_spawned().await;
     scenario
 }

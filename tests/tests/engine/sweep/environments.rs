@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::fair_store::FairBackend;
-use super::faults::{LATE, chance, delays, lasting_losses, passing_losses};
+use super::faults::{LATE, delays, lasting_losses, passing_losses, random_faults};
 use super::remote_store::RemoteStore;
 
 /// The one key that all callers compete for.
@@ -40,7 +40,7 @@ pub(crate) struct Environment {
     late: Duration,
     lease: Duration,
     handoff: u32,
-    /// Added to every limit where time is real and the machine may be busy.
+    /// Added to every limit on real time, because the machine may be busy.
     slack: Duration,
 }
 
@@ -54,15 +54,14 @@ enum RequestFault {
     Latency(Duration),
 }
 
-/// How soon the key is free after the last caller that competed for it is gone.
+/// How soon the key is free after the last call that competed for it has ended.
 #[derive(Clone, Copy)]
 enum Recovery {
     /// Within a second: no reply is lost.
     Prompt,
-    /// As soon as the engine has verified the outcome: the store recovers, but the engine must
-    /// query again.
+    /// Within 4 s: single messages are lost or late, and the engine must repeat its request.
     Soon,
-    /// At the end of the lease at the latest: the store does not recover.
+    /// At the end of the lease at the latest: the faults may prevent every release.
     WithLease,
 }
 
@@ -146,7 +145,7 @@ impl Environment {
         Self { late, ..self }
     }
 
-    /// Further keys, for locks of several keys. None in a store of one key.
+    /// Returns further keys, for locks of several keys. A store of one key has none.
     pub(crate) fn other_keys(&self) -> &'static [&'static str] {
         match self.store {
             StoreUnderTest::Fair(_) => &[],
@@ -192,7 +191,7 @@ impl Environment {
         }
     }
 
-    /// How long the key may stay locked after the last caller that competed for it is gone.
+    /// Returns how long the key may stay locked after the last call that competed for it has ended.
     fn recovery_limit(&self) -> Duration {
         let expected = match self.recovery {
             Recovery::Prompt => Duration::from_secs(1),
@@ -202,8 +201,8 @@ impl Environment {
         expected + self.late + EXPIRY_DELAY + self.slack
     }
 
-    /// Sweeps what `scenario` creates, with and without another caller that waits for the lock in
-    /// our registry.
+    /// Sweeps the operation of `scenario`, with and without another caller of our registry that
+    /// waits for the lock.
     #[expect(clippy::async_yields_async, reason = "the future is the product: the sweep drives it")]
     pub(crate) async fn sweep(&self, mut scenario: impl AsyncFnMut(&Self, &TestSetup) -> Scenario) {
         for other_holder in [false, true] {
@@ -304,8 +303,8 @@ impl AfterDrop<'_> {
         }
         drop(still_held);
 
-        // Other callers of the registry complete. Each may start with the key as the previous one
-        // left it.
+        // Other callers of the registry complete. Each may have to wait until the key of the
+        // previous caller has recovered.
         let rounds = u32::try_from(others.len()).unwrap() + 1;
         let all_done = async {
             while let Some(other) = others.join_next().await {
@@ -364,8 +363,8 @@ impl AfterDrop<'_> {
             guard.unlock().await.unwrap();
         }
         let report = setup.local.close(recovery_limit).await;
-        // A dropped `close` may already have taken the lock away from a guard. Where releases do
-        // not arrive, it may also have abandoned the claim to its lease.
+        // A dropped `close` may already have ended the hold of a guard. If releases do not arrive,
+        // it may also have left the claim to its lease.
         let may_be_left = closes && matches!(environment.recovery, Recovery::WithLease);
         let clean =
             if closes { report.abandoned <= usize::from(may_be_left) } else { report.is_clean() };
@@ -410,7 +409,7 @@ pub(crate) fn paused() -> Vec<Environment> {
             add(memory(name).faulty(faults).recovery(Recovery::WithLease).late(late));
         }
         for seed in 0..12 {
-            let environment = memory(&format!("chance {seed}")).faulty(chance(seed));
+            let environment = memory(&format!("chance {seed}")).faulty(random_faults(seed));
             add(environment.recovery(Recovery::WithLease).late(LATE));
         }
     }
@@ -440,7 +439,7 @@ pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
             ..Environment::new(format!("sqlite, {name}"), StoreUnderTest::Sqlite(path))
         }
     };
-    // An environment in which a lease must expire has a short one.
+    // In these environments a lease must expire, so the lease is short.
     let lossy = |name: &str, faults| {
         let environment = file(name).faulty(faults).recovery(Recovery::WithLease);
         Environment { lease: Duration::from_secs(3), ..environment }

@@ -19,7 +19,7 @@ pub(crate) struct FairBackend(Arc<FairStore>);
 
 #[derive(Debug, Default)]
 struct FairStore {
-    key: Mutex<FairState>,
+    state: Mutex<FairState>,
     changed: Notify,
 }
 
@@ -55,9 +55,9 @@ impl FairState {
 }
 
 impl FairBackend {
-    /// The number of claims that hold the key or queue for it.
+    /// Returns the number of claims that hold the key or queue for it.
     pub(crate) fn records(&self) -> usize {
-        let mut state = self.0.key.lock().unwrap();
+        let mut state = self.0.state.lock().unwrap();
         state.expire();
         state.queue.len() + usize::from(state.holder.is_some())
     }
@@ -74,34 +74,33 @@ impl LockBackend for FairBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mut state = self.0.key.lock().unwrap();
+        let mut state = self.0.state.lock().unwrap();
         state.expire();
         if state.is_holder(claim) {
             return Ok(state.grant(claim));
         }
         let until = Instant::now() + claim.lease();
-        let entry = state.queue.iter().position(|entry| entry.claim == claim.id());
-        if state.holder.is_none() && entry.map_or(state.queue.is_empty(), |entry| entry == 0) {
+        let index = state.queue.iter().position(|entry| entry.claim == claim.id());
+        if state.holder.is_none() && index.map_or(state.queue.is_empty(), |index| index == 0) {
             state.queue.pop_front();
             state.token += u64::from(claim.token_block());
             state.holder = Some(FairQueueEntry { claim: claim.id(), until });
             return Ok(state.grant(claim));
         }
-        match entry {
-            Some(entry) => state.queue[entry].until = until,
+        match index {
+            Some(index) => state.queue[index].until = until,
             None if claim.joins_queue() => {
                 state.queue.push_back(FairQueueEntry { claim: claim.id(), until })
             }
             None => {}
         }
-        let first_claim = state.holder.as_ref().or_else(|| state.queue.front());
-        let left =
-            first_claim.map_or(Duration::ZERO, |first_claim| first_claim.until - Instant::now());
+        let blocker = state.holder.as_ref().or_else(|| state.queue.front());
+        let left = blocker.map_or(Duration::ZERO, |blocker| blocker.until - Instant::now());
         Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(state.changes)))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut state = self.0.key.lock().unwrap();
+        let mut state = self.0.state.lock().unwrap();
         state.expire();
         let mut renew = |claim: &Claim| match &mut state.holder {
             Some(holder) if holder.claim == claim.id() => {
@@ -114,7 +113,7 @@ impl LockBackend for FairBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let mut state = self.0.key.lock().unwrap();
+        let mut state = self.0.state.lock().unwrap();
         state.expire();
         let held = state.is_holder(claim);
         if held {
@@ -135,7 +134,7 @@ impl LockBackend for FairBackend {
         let changed = self.0.changed.notified();
         tokio::pin!(changed);
         changed.as_mut().enable();
-        if self.0.key.lock().unwrap().changes == busy.mark {
+        if self.0.state.lock().unwrap().changes == busy.mark {
             changed.await;
         }
     }
@@ -144,7 +143,7 @@ impl LockBackend for FairBackend {
 #[async_trait]
 impl LockAdmin for FairBackend {
     async fn force_release(&self, _: &Key) -> Result<Release, BackendError> {
-        let mut state = self.0.key.lock().unwrap();
+        let mut state = self.0.state.lock().unwrap();
         state.expire();
         let freed = state.holder.take();
         state.changes += 1;

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, Operation};
 
-/// No message is lost, but requests and replies are delayed or repeated.
+/// Returns faults by which no message is lost: requests and replies are delayed, repeated or
+/// refused, and wake-ups are lost or early.
 pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
     let ms = Duration::from_millis;
     let all = |fault| {
@@ -32,7 +33,7 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
     ]
 }
 
-/// Single messages are lost, but the store stays reachable.
+/// Returns faults by which single messages are lost, while the store stays reachable.
 pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
     vec![
@@ -58,7 +59,8 @@ pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
 /// The maximum delay of a late request. Longer than the engine waits for a reply.
 pub(crate) const LATE: Duration = Duration::from_secs(12);
 
-/// Requests and replies are lost for good, or arrive after their caller has stopped waiting.
+/// Returns faults by which all messages of a kind are lost, or messages arrive after their caller
+/// has stopped waiting. The last value is the maximum delay of a request that still arrives.
 pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
     let none = Faults::none;
     let zero = Duration::ZERO;
@@ -72,7 +74,6 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
         ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
         ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
         ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
-        // Arrives after the lease has expired.
         (
             "a grant that has expired when it arrives",
             none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
@@ -91,8 +92,8 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
     ]
 }
 
-/// Any fault may occur.
-pub(crate) fn chance(seed: u64) -> Faults {
+/// Returns faults of every kind, each with a probability.
+pub(crate) fn random_faults(seed: u64) -> Faults {
     let mut faults = Faults::seeded(seed);
     for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {
         faults = faults

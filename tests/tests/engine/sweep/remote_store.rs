@@ -1,4 +1,5 @@
-//! A store at a distance. A request that was sent arrives even if its future was dropped.
+//! A store with a connection of high latency. A request that was sent reaches the store even if its
+//! future was dropped.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,8 +11,8 @@ use registry_core::{
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-/// The connection to a store. A broken connection returns an error at once and leaves the outcome
-/// of requests in flight unknown.
+/// The connection to a store. If it breaks, an acquire returns an error at once, and reaches the
+/// store later.
 #[derive(Debug)]
 pub(crate) struct RemoteStore {
     store: Arc<dyn LockBackend>,
