@@ -1,5 +1,7 @@
-//! Checks that the simulation finds bugs: each mutant, switched on, violates a property within 120
-//! seeds. The bugs of the positions in a queue are found by a check of all short queues.
+//! Checks that planted bugs (mutants) are found. Most mutants of the engine violate a property of
+//! the simulation within 120 seeds. Mutants of queue positions are found by a check of all queues of
+//! at most four entries, and one mutant by a caller that is no longer polled. The modules check the
+//! other mutants, on real servers of Redis, PostgreSQL and MariaDB.
 //!
 //! Built only with `--cfg lock_registry_mutants`; CONTRIBUTING.md has the command. The switch does
 //! not exist in any other build.
@@ -21,7 +23,7 @@ use registry_core::{
 };
 use registry_testkit::seed::Seed;
 
-/// Serializes the tests of this binary.
+/// Serializes the tests of this binary, because a mutant is switched on for the whole process.
 fn serialized() -> MutexGuard<'static, ()> {
     static SERIALIZED: Mutex<()> = Mutex::new(());
     SERIALIZED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -30,7 +32,8 @@ fn serialized() -> MutexGuard<'static, ()> {
 const SEEDS: u64 = 120;
 const GRANTS: u64 = 300;
 
-/// Runs the simulation with the current mutant. Returns the first failing seed as an error.
+/// Runs the simulation with the current mutant. Returns the first failing seed and its message as
+/// an error.
 fn run_seeds(modes: TrialModes) -> Result<u64, (Seed, String)> {
     for seed in (0..SEEDS).map(Seed::new) {
         if let Err(panic) =
@@ -72,7 +75,7 @@ fn check_unpolled_caller() -> Result<u64, (Seed, String)> {
     }
 }
 
-/// Prints how a mutant was found. Returns a message if it was not.
+/// Prints how a mutant was found. Returns a message if it was not found.
 fn survived(mutant: Mutant, result: Result<u64, (Seed, String)>) -> Option<String> {
     match result {
         Ok(seeds) => Some(format!("{mutant:?} survived {seeds} seeds")),
@@ -85,7 +88,7 @@ fn survived(mutant: Mutant, result: Result<u64, (Seed, String)>) -> Option<Strin
 }
 
 /// Checks all queues of at most four entries: the claims that hold a key are compatible, their
-/// units fit, and an upgrade is free only without other holders.
+/// units do not exceed the limit, and an upgrade is granted only without other holders.
 fn check_queues() -> Result<u64, (Seed, String)> {
     const OF: u32 = 3;
     let permits = |take| QueuedEntry::Claim(ClaimMode::Permits { take, of: OF });
@@ -123,8 +126,8 @@ fn check_queues() -> Result<u64, (Seed, String)> {
     Ok(checked)
 }
 
-// One test, because the switch is global to the process. The other test, which also uses the
-// engine, waits for it.
+// One test, because the switch is global to the process. The tests of the other modules wait for it
+// in `serialized`.
 #[test]
 fn every_seeded_bug_is_found_and_nothing_else() {
     let _serialized = serialized();

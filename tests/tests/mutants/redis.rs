@@ -1,5 +1,5 @@
-//! Mutants of the Redis store and of the engine's handling of force-released locks: on a real
-//! server each bug violates a property.
+//! Mutants of the Redis store, and the mutant of the engine's handling of force-released locks. On
+//! a real server, each violates a property.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 /// Renewals start after a third of the lease, long after each test has ended.
 const LEASE: Duration = Duration::from_secs(300);
-/// Long enough for any machine; reached only with a bug.
+/// Long enough for any machine; reached only with a mutant.
 const SOON: Duration = Duration::from_secs(10);
 /// Opening a connection may take long on a busy machine.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -25,7 +25,7 @@ async fn store(server: &RedisServer) -> Arc<RedisBackend> {
     Arc::new(RedisBackend::open(config).await.unwrap())
 }
 
-/// Whether a claim stays held after the server has refused to renew it.
+/// Returns whether a claim stays held after the server has refused to renew it.
 async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
     let store = store(server).await;
     let claim = Claim::new(Key::new("refused").unwrap(), LEASE);
@@ -37,7 +37,7 @@ async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
     !matches!(renewed, Ok(Renewal::Gone))
 }
 
-/// Whether a holder is notified at once when its own registry force-releases its lock.
+/// Returns whether a holder is notified at once when its own registry force-releases its lock.
 async fn a_process_that_breaks_its_own_lock_is_notified(server: &RedisServer) -> bool {
     let registry = Registry::builder(store(server).await).lease(LEASE).build().unwrap();
     let guard = registry.obtain("broken").lock().await.unwrap();

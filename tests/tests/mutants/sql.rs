@@ -1,5 +1,5 @@
-//! Mutants of the statements of the stores in database servers: on a real server each bug violates
-//! a property that is checked here.
+//! Mutants of the statements of the PostgreSQL and MariaDB stores: on a real server, each bug
+//! violates a property that is checked here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +25,7 @@ const LEASE: Duration = Duration::from_secs(30);
 const LONG: Duration = Duration::from_secs(60);
 /// Opening a connection may take long on a busy machine.
 const CONNECT: Duration = Duration::from_secs(30);
-/// This many pairs make a session reserve tokens.
+/// After this many pairs of acquire and release in a row, a session reserves tokens.
 const PAIRS: u32 = 60;
 const ROUNDS: u32 = 10;
 
@@ -38,23 +38,23 @@ enum SqlServer {
 }
 
 impl SqlServer {
-    async fn leases(&self) -> Store {
-        let patience = Duration::from_secs(1);
+    async fn open_lease_store(&self) -> Store {
+        let timeout = Duration::from_secs(1);
         match self {
             Self::Postgres(server) => {
                 let config =
                     PostgresConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
-                Arc::new(PostgresBackend::open(config.with_busy_timeout(patience)).await.unwrap())
+                Arc::new(PostgresBackend::open(config.with_busy_timeout(timeout)).await.unwrap())
             }
             Self::MariaDb(server) => {
                 let config =
                     MySqlConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
-                Arc::new(MySqlBackend::open(config.with_busy_timeout(patience)).await.unwrap())
+                Arc::new(MySqlBackend::open(config.with_busy_timeout(timeout)).await.unwrap())
             }
         }
     }
 
-    async fn session(&self) -> Store {
+    async fn open_session_store(&self) -> Store {
         match self {
             Self::Postgres(server) => {
                 let config =
@@ -69,7 +69,7 @@ impl SqlServer {
         }
     }
 
-    /// Checks all properties. Returns the first that is violated.
+    /// Checks all properties. Returns the first violated property as an error.
     async fn check_all(&self) -> Result<(), &'static str> {
         only_its_owner_releases_a_lock(self).await?;
         clients_agree_on_the_time(self).await?;
@@ -77,8 +77,9 @@ impl SqlServer {
         no_renewal_revives_a_lease(self).await?;
         tokens_grow(self).await?;
         tokens_of_sessions_grow(self).await?;
-        a_fence_rejects_other_claims(self, self.leases().await, "fenced").await?;
-        a_fence_rejects_other_claims(self, self.session().await, "fenced session").await?;
+        a_fence_rejects_other_claims(self, self.open_lease_store().await, "fenced").await?;
+        a_fence_rejects_other_claims(self, self.open_session_store().await, "fenced session")
+            .await?;
         a_session_renews_before_it_acquires(self).await?;
         a_fence_delays_the_next_caller(self).await
     }
@@ -97,8 +98,8 @@ impl SqlServer {
         }
     }
 
-    /// Deletes all state, above all tokens ahead of the clock.
-    async fn forget(&self) {
+    /// Deletes all locks and the token floor. Tokens ahead of the clock would affect later checks.
+    async fn delete_all_state(&self) {
         self.sql("DELETE FROM lock_registry_locks").await;
         self.sql("UPDATE lock_registry_meta SET floor = 0").await;
     }
@@ -122,38 +123,39 @@ async fn granted(store: &Store, claim: &Claim) -> Option<FencingToken> {
     }
 }
 
-fn holds(promise: &'static str, is_kept: bool) -> Result<(), &'static str> {
+/// Returns `promise` as an error unless it `is_kept`.
+fn check_property(promise: &'static str, is_kept: bool) -> Result<(), &'static str> {
     if is_kept { Ok(()) } else { Err(promise) }
 }
 
 async fn only_its_owner_releases_a_lock(server: &SqlServer) -> Result<(), &'static str> {
-    let store = server.leases().await;
+    let store = server.open_lease_store().await;
     let (local, other) = (claim("owned", LEASE), claim("owned", LEASE));
     granted(&store, &local).await.unwrap();
     let _ = store.release(&other).await.unwrap();
     let taken = granted(&store, &other).await;
-    holds("only its owner releases a lock", taken.is_none())
+    check_property("only its owner releases a lock", taken.is_none())
 }
 
 async fn clients_agree_on_the_time(server: &SqlServer) -> Result<(), &'static str> {
-    let (first, second) = (server.leases().await, server.leases().await);
+    let (first, second) = (server.open_lease_store().await, server.open_lease_store().await);
     granted(&first, &claim("timed", LEASE)).await.unwrap();
     let taken = granted(&second, &claim("timed", LEASE)).await;
-    holds("clients agree on the time", taken.is_none())
+    check_property("clients agree on the time", taken.is_none())
 }
 
 async fn a_held_lock_is_not_granted_again(server: &SqlServer) -> Result<(), &'static str> {
-    let (first, second) = (server.leases().await, server.leases().await);
+    let (first, second) = (server.open_lease_store().await, server.open_lease_store().await);
     let before = claim("released", LEASE);
     granted(&first, &before).await.unwrap();
     first.release(&before).await.unwrap();
     granted(&second, &claim("released", LEASE)).await.unwrap();
     let taken = granted(&first, &claim("released", LEASE)).await;
-    holds("a held lock is not granted again", taken.is_none())
+    check_property("a held lock is not granted again", taken.is_none())
 }
 
 async fn no_renewal_revives_a_lease(server: &SqlServer) -> Result<(), &'static str> {
-    let store = server.leases().await;
+    let store = server.open_lease_store().await;
     let short = claim("short", Duration::from_millis(100));
     granted(&store, &short).await.unwrap();
     eventually(LONG, async || {
@@ -161,11 +163,11 @@ async fn no_renewal_revives_a_lease(server: &SqlServer) -> Result<(), &'static s
     })
     .await;
     let renewed = store.renew(&[short.with_lease(LEASE)]).await.remove(0);
-    holds("no renewal revives a lease", matches!(renewed, Ok(Renewal::Gone)))
+    check_property("no renewal revives a lease", matches!(renewed, Ok(Renewal::Gone)))
 }
 
 async fn tokens_grow(server: &SqlServer) -> Result<(), &'static str> {
-    let (first, second) = (server.leases().await, server.leases().await);
+    let (first, second) = (server.open_lease_store().await, server.open_lease_store().await);
     let mut last = None;
     // The process that released the key last reacquires it with a different statement than another
     // process uses.
@@ -173,14 +175,14 @@ async fn tokens_grow(server: &SqlServer) -> Result<(), &'static str> {
         let claim = claim("counted", LEASE);
         let token = granted(store, &claim).await;
         store.release(&claim).await.unwrap();
-        holds("tokens grow", last < token)?;
+        check_property("tokens grow", last < token)?;
         last = token;
     }
     Ok(())
 }
 
 async fn tokens_of_sessions_grow(server: &SqlServer) -> Result<(), &'static str> {
-    let (first, second) = (server.session().await, server.session().await);
+    let (first, second) = (server.open_session_store().await, server.open_session_store().await);
     let mut last = None;
     for round in 0..ROUNDS {
         // The second session is granted the lock while the first still has reserved tokens.
@@ -189,7 +191,7 @@ async fn tokens_of_sessions_grow(server: &SqlServer) -> Result<(), &'static str>
                 let claim = claim("alternating", LEASE).with_token_block(16);
                 let token = granted(session, &claim).await;
                 session.release(&claim).await.unwrap();
-                holds("tokens of sessions grow", last < token)?;
+                check_property("tokens of sessions grow", last < token)?;
                 last = token;
             }
         }
@@ -206,34 +208,37 @@ async fn a_fence_rejects_other_claims(
         SqlServer::Postgres(postgres) => {
             let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
             let mut watcher = PgConnection::connect(&postgres.url()).await.unwrap();
-            let is_reserve = async |token| {
+            let is_reserved = async |token| {
                 let count = query_scalar(reserve_query(token)).fetch_one(&mut watcher).await;
                 count.is_ok_and(|count: i64| count == 1)
             };
-            fenced(is_reserve, store, key, &mut data).await
+            check_fence_rejects(is_reserved, store, key, &mut data).await
         }
         SqlServer::MariaDb(mariadb) => {
             let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
             let mut watcher = MySqlConnection::connect(&mariadb.url()).await.unwrap();
-            let is_reserve = async |token| {
+            let is_reserved = async |token| {
                 let count = query_scalar(reserve_query(token)).fetch_one(&mut watcher).await;
                 count.is_ok_and(|count: i64| count == 1)
             };
-            fenced(is_reserve, store, key, &mut data).await
+            check_fence_rejects(is_reserved, store, key, &mut data).await
         }
     }
 }
 
-/// Counts the rows whose token was committed together with a reservation that lasts for a while.
+/// Counts the rows that have this token and more than 400,000 reserved tokens, which the clock
+/// reaches after 0.4 s.
 fn reserve_query(token: FencingToken) -> AssertSqlSafe<String> {
     AssertSqlSafe(format!(
         "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
     ))
 }
 
-/// While the transaction is open, no client is granted the key, although it was released.
-async fn fenced<C>(
-    mut is_reserve: impl AsyncFnMut(FencingToken) -> bool,
+/// Checks that no client is granted the key while the transaction with the fence is open, even
+/// after a release and a forced release. In session mode, the fenced grant is one that reserved
+/// tokens: the next grant of that session could otherwise skip the write of the row.
+async fn check_fence_rejects<C>(
+    mut is_reserved: impl AsyncFnMut(FencingToken) -> bool,
     store: Store,
     key: &str,
     data: &mut C,
@@ -247,7 +252,7 @@ where
     let is_session = store.capabilities().class == GuaranteeClass::BestEffort;
     let guard = eventually(LONG, async || {
         let guard = lock.lock().await.unwrap();
-        if is_session && !is_reserve(guard.fencing_token()).await {
+        if is_session && !is_reserved(guard.fencing_token()).await {
             guard.unlock().await.unwrap();
             return None;
         }
@@ -261,7 +266,7 @@ where
     let _ = store.admin().unwrap().force_release(&Key::new(key).unwrap()).await;
     let taken = granted(&store, &claim(key, LEASE)).await;
     transaction.rollback().await.unwrap();
-    holds("a fence rejects other claims", taken.is_none())
+    check_property("a fence rejects other claims", taken.is_none())
 }
 
 async fn a_session_renews_before_it_acquires(server: &SqlServer) -> Result<(), &'static str> {
@@ -278,7 +283,7 @@ const QUEUED: usize = 40;
 
 /// Returns how many acquisitions that were queued before a renewal complete before it.
 async fn answered_before_a_renewal(server: &SqlServer) -> usize {
-    let session = server.session().await;
+    let session = server.open_session_store().await;
     let held = claim("renewed", LEASE);
     granted(&session, &held).await.unwrap();
     server.pause();
@@ -300,7 +305,8 @@ async fn answered_before_a_renewal(server: &SqlServer) -> usize {
     let mut renewing = Box::pin(renewing);
     assert!(futures_util::poll!(&mut renewing).is_pending(), "the server is paused");
     server.resume();
-    // In this order: acquisitions that complete before the renewal are counted before it.
+    // `join` polls the acquisitions first, so those that complete before the renewal are counted
+    // when it completes.
     let (acquired, (renewed, before)) = join(join_all(queued), renewing).await;
     for claim in acquired.into_iter().flatten().chain([held]) {
         session.release(&claim).await.unwrap();
@@ -313,22 +319,23 @@ async fn a_fence_delays_the_next_caller(server: &SqlServer) -> Result<(), &'stat
     match server {
         SqlServer::Postgres(postgres) => {
             let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
-            fenced_before_a_caller(server, &mut data).await
+            check_fence_delays(server, &mut data).await
         }
         SqlServer::MariaDb(mariadb) => {
             let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
-            fenced_before_a_caller(server, &mut data).await
+            check_fence_delays(server, &mut data).await
         }
     }
 }
 
-/// While the transaction is open, the next caller of the same process is granted nothing.
-async fn fenced_before_a_caller<C>(server: &SqlServer, data: &mut C) -> Result<(), &'static str>
+/// Checks that the next caller of the same process is not granted the key while the transaction
+/// with the fence is open.
+async fn check_fence_delays<C>(server: &SqlServer, data: &mut C) -> Result<(), &'static str>
 where
     C: Connection,
     LockGuard: Fence<C::Database>,
 {
-    let registry = Registry::builder(server.session().await).build().unwrap();
+    let registry = Registry::builder(server.open_session_store().await).build().unwrap();
     let lock = registry.obtain("fenced before a caller");
     let guard = lock.lock().await.unwrap();
     let mut transaction = data.begin().await.unwrap();
@@ -341,7 +348,7 @@ where
     if !granted {
         next.await.unwrap().unwrap().unlock().await.unwrap();
     }
-    holds("a fence delays the next caller", !granted)
+    check_property("a fence delays the next caller", !granted)
 }
 
 #[test]
@@ -357,7 +364,7 @@ async fn every_bug_is_found() {
         assert_eq!(server.check_all().await, Ok(()), "without a bug, nothing is found");
         let mut missed = Vec::new();
         for mutant in Mutant::ALL {
-            server.forget().await;
+            server.delete_all_state().await;
             switch_mutant(Some(mutant));
             match server.check_all().await {
                 Ok(()) => missed.push(mutant),
@@ -366,7 +373,7 @@ async fn every_bug_is_found() {
         }
         switch_mutant(None);
         assert!(missed.is_empty(), "{missed:#?}");
-        server.forget().await;
+        server.delete_all_state().await;
         assert_eq!(server.check_all().await, Ok(()), "without a bug, nothing is found");
     }
 }
