@@ -1,6 +1,6 @@
-//! Elections of many roles between four processes, under forced changes of the leaders: processes
-//! are killed, or paused beyond the lease; leaders step down; the server is killed and started
-//! again.
+//! Elections of many roles between four processes, on each store. Forced changes of the leaders
+//! follow from four causes: processes are killed, processes are paused beyond the lease, leaders
+//! step down, and the server is killed and started again.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
@@ -31,10 +31,10 @@ const ROLES: usize = 48;
 /// The pause between two steps of a leader's work.
 const STEP: Duration = Duration::from_millis(100);
 
-/// Passes the address of the resource to another process.
+/// The environment variable with the address of the resource, for a child process.
 const RESOURCE: &str = "ELECTION_RESOURCE";
 
-/// The number of changes of leaders.
+/// Returns the number of changes of leaders to force.
 fn changes() -> usize {
     long_or(1_000, 100)
 }
@@ -63,7 +63,7 @@ fn a_process_with_candidates() {
     });
 }
 
-/// Connects once the server, which may be starting, responds.
+/// Connects as soon as the server responds: it may still be starting.
 async fn connect(url: &str) -> Registry {
     loop {
         let config = RegistryConfig::from_url(url).unwrap().observer(Arc::new(BusyPrinter));
@@ -79,7 +79,8 @@ fn role(number: usize) -> String {
     format!("role {number}")
 }
 
-/// Steps down from each role that the test writes. Ends this process with the test.
+/// Steps down from each role that the test writes to the input. Exits at the end of the input, when
+/// the test has ended.
 fn step_down_on_request(elections: BTreeMap<String, Election>) {
     thread::spawn(move || {
         for role in io::stdin().lines().map_while(Result::ok) {
@@ -95,12 +96,12 @@ async fn lead(resource: SocketAddr, role: String, term: Term) {
     let begin = Step::Begin { at: now(), process: process::id(), tick: None };
     let mut accepted = work.write(begin).await;
     let mut stopping = Box::pin(term.stopping());
-    // A signalled leader takes some steps more, which the next leader must wait for.
+    // A signalled leader takes three more steps. The next leader must wait for them.
     let mut steps_left = None;
     while steps_left != Some(0_u32) {
         let (from, held, to) = (now(), term.is_held(), now());
         if !held {
-            // The engine must drop the work at its next await.
+            // The engine must drop the work at this await.
             yield_now().await;
             work.write(Step::Violation("the work continues after its term".into())).await;
         } else if !accepted {
@@ -141,7 +142,7 @@ impl Processes {
         HelperProcess::spawn(command).unwrap()
     }
 
-    fn choose(&self) -> usize {
+    fn choose_running(&self) -> usize {
         let chosen = fastrand::usize(..PROCESSES);
         let process = &self.processes[chosen];
         assert!(!process.has_exited(), "a process has ended: {}", process.stderr());
@@ -176,15 +177,15 @@ async fn no_two_terms_are_valid_at_once_under_forced_changes(mut store: Store) {
         }
         match round % 6 {
             1 => {
-                let killed = processes.choose();
+                let killed = processes.choose_running();
                 processes.processes[killed].kill().unwrap();
                 processes.processes[killed] = processes.spawn();
                 kills += 1;
             }
             3 => {
-                let paused = &processes.processes[processes.choose()];
+                let paused = &processes.processes[processes.choose_running()];
                 paused.pause().await.unwrap();
-                // About half of the pauses end when others have become leaders.
+                // About half of the pauses end after other processes have become leaders.
                 sleep(LEASE.mul_f64(0.8 + fastrand::f64())).await;
                 paused.resume().unwrap();
                 pauses += 1;

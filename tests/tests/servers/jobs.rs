@@ -1,5 +1,5 @@
-//! Jobs of eight processes whose wall clocks differ by up to ten minutes. Processes are killed at
-//! random and started again.
+//! Jobs of eight processes whose wall clocks differ by up to ten minutes, on each store. Processes
+//! are killed at random and started again. No tick runs twice, and no tick is lost.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
@@ -36,7 +36,7 @@ const WORK: Duration = Duration::from_millis(40);
 const NUMBERED: &str = "numbered";
 const PERIODIC: &str = "periodic";
 
-/// Passes a [`JobTask`] to another process.
+/// The environment variable with a [`JobTask`] as JSON, for a child process.
 const TASK: &str = "JOB_TASK";
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -66,7 +66,7 @@ fn a_process_with_jobs() {
     });
 }
 
-/// Ends this process with the test.
+/// Exits this process at the end of its input, when the test has ended.
 fn exit_at_end_of_input() {
     thread::spawn(|| {
         io::stdin().lines().for_each(drop);
@@ -74,7 +74,7 @@ fn exit_at_end_of_input() {
     });
 }
 
-/// Runs the ticks in their order. Returns never.
+/// Runs the ticks in their order. Never returns.
 async fn run_numbers(registry: &Registry, task: &JobTask) {
     let mut next = 1;
     loop {
@@ -93,7 +93,7 @@ async fn run_numbers(registry: &Registry, task: &JobTask) {
     }
 }
 
-/// Runs the periods that are due. Returns never.
+/// Runs the periods that are due. Never returns.
 async fn run_periods(registry: &Registry, task: &JobTask) {
     let catch_up = if task.catch_up { CatchUp::All } else { CatchUp::Skip };
     loop {
@@ -105,7 +105,8 @@ async fn run_periods(registry: &Registry, task: &JobTask) {
     }
 }
 
-/// Writes to the resource at its begin and its end.
+/// Returns the work of a run, which writes to the resource when it begins and when it ends. Adds
+/// the tick to `ran`.
 fn work(
     task: &JobTask,
     key: &'static str,
@@ -135,7 +136,7 @@ fn random_span(max: Duration) -> Duration {
     max.mul_f64(fastrand::f64())
 }
 
-/// Reports the recorded ticks, and returns the last completed one.
+/// Reports recorded ticks to the resource. Returns the last tick that is known to be recorded.
 async fn report(
     task: &JobTask,
     key: &str,
@@ -203,7 +204,8 @@ async fn no_tick_runs_twice_or_is_lost_while_processes_are_killed(store: Store) 
     let begin = Instant::now();
     let resource = Resource::start(LEASE).await;
     let ticks = ticks();
-    // Without a common clock, a process that is ahead would make the others catch up.
+    // Without a common clock, a process that is ahead would have to catch up with all periods since
+    // those of a process that is behind.
     let task = JobTask { resource: resource.address, ticks, catch_up: store.has_clock };
     let mut processes = Processes::start(&store, task);
     let (mut kills, mut kills_at_work) = (0, 0_u32);
@@ -220,7 +222,7 @@ async fn no_tick_runs_twice_or_is_lost_while_processes_are_killed(store: Store) 
         sleep(random_span(LEASE / 4)).await;
         let mut killed = None;
         if fastrand::bool() {
-            // During the work of a job, or during the request that records its tick.
+            // The kill falls into the work of a job, or into the request that records its tick.
             let key = fastrand::choice([NUMBERED, PERIODIC]).unwrap();
             killed = resource.wait_for_work(key, LEASE).await;
             sleep(random_span(WORK)).await;
@@ -231,8 +233,8 @@ async fn no_tick_runs_twice_or_is_lost_while_processes_are_killed(store: Store) 
         resource.assert_no_violation();
         kills += 1;
     }
-    // The process that has run the last tick may have been killed before it has recorded it.
-    // Another one then repeats it.
+    // The process that ran the last tick may have been killed before it recorded the tick. Another
+    // process then repeats it.
     let registry = lock_registry::connect(&store.url(LEASE)).await.unwrap();
     let lock = registry.obtain(NUMBERED);
     eventually(LONG, async || {

@@ -1,5 +1,5 @@
-//! Many callers, of one key or of one key each. They cost few requests to the store and no threads,
-//! and they do not block each other.
+//! Ten thousand callers, of one key or of one key each. They cost few requests to the store and no
+//! threads, and they do not block each other.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -66,7 +66,7 @@ impl MeasuringBackend {
         }
     }
 
-    /// A request is not instant, as with any real store.
+    /// Records a request, and waits 1 ms, as for a real store.
     async fn request(&self) -> GaugeEntry<'_> {
         self.requests.lock().unwrap().push(Instant::now());
         let inside = self.concurrent_requests.enter();
@@ -227,7 +227,7 @@ fn ten_thousand_waiters_need_no_thread() {
     assert!(fewest_threads.unwrap() < 100, "{fewest_threads:?} more threads");
 }
 
-/// Only the local locks exclude these callers: the store grants every request.
+/// Only the local lock excludes these callers: the store grants every request.
 #[test]
 fn handles_on_all_threads_share_one_local_lock() {
     let runtime =

@@ -1,5 +1,6 @@
-//! Readers, writers, permits, upgrades and several keys over real processes, on each store that has
-//! these modes. A process is killed, or paused beyond its lease; processes compete without a fault.
+//! Readers, writers, permits, upgrades and several keys in real processes, on each store that has
+//! these modes. In two tests a process is killed, or paused beyond its lease. In two tests,
+//! processes compete without a fault.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the tests print their measurements")]
@@ -28,23 +29,23 @@ const LONG: Duration = secs(120);
 const LEASE: Duration = secs(3);
 /// The lease of processes that compete.
 const COMPETITION_LEASE: Duration = secs(5);
-/// The lease of the other processes: a loaded machine does not end it.
+/// The lease of the other processes: it does not expire even on a loaded machine.
 const LONG_LEASE: Duration = secs(60);
 
 const fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-async fn process(store: &Store, lease: Duration) -> LockHolder {
+async fn spawn_process(store: &Store, lease: Duration) -> LockHolder {
     LockHolder::spawn_test("modes::the_other_process", &store.url(lease)).await.unwrap()
 }
 
-async fn processes(store: &Store, number: u32) -> Vec<LockHolder> {
-    join_all((0..number).map(|_| process(store, COMPETITION_LEASE))).await
+async fn spawn_processes(store: &Store, number: u32) -> Vec<LockHolder> {
+    join_all((0..number).map(|_| spawn_process(store, COMPETITION_LEASE))).await
 }
 
 on_each_store! {
-    a_killed_process_leaves_no_lock_and_no_place,
+    a_killed_process_leaves_no_lock_and_no_queue_entry,
     a_paused_process_loses_its_locks_and_waits_on,
     no_reader_and_no_writer_starves,
     several_keys_in_any_order_do_not_deadlock,
@@ -69,7 +70,7 @@ const WAITING_PERMITS: &str = "awaited/permits";
 const WAITING_FAIR: &str = "awaited/fair";
 const WAITING_UPGRADE: &str = "awaited/upgrade";
 
-/// What the process holds that is killed or paused.
+/// The locks that the victim holds: the process that is killed or paused.
 const HELD: [(&str, ClaimMode); 4] = [
     (READER, ClaimMode::Shared),
     (WRITER, ClaimMode::Exclusive),
@@ -77,7 +78,7 @@ const HELD: [(&str, ClaimMode); 4] = [
     (UPGRADABLE, ClaimMode::Upgradable),
 ];
 
-/// What it waits for, without the upgrade.
+/// The keys for which the victim waits, without the key of the upgrade.
 const AWAITED: [&str; 4] = [WAITING_READER, WAITING_WRITER, WAITING_PERMITS, WAITING_FAIR];
 
 /// The units of each semaphore.
@@ -95,16 +96,16 @@ struct Processes {
     upgrade: PendingReply,
     first: LockHolder,
     second: LockHolder,
-    second_in_line: PendingReply,
-    /// In this process.
+    second_in_queue: PendingReply,
+    /// The registry of the test's own process.
     registry: Registry,
 }
 
 impl Processes {
     async fn start(store: &Store) -> Self {
-        let mut victim = process(store, LEASE).await;
-        let mut first = process(store, LONG_LEASE).await;
-        let mut second = process(store, LONG_LEASE).await;
+        let mut victim = spawn_process(store, LEASE).await;
+        let mut first = spawn_process(store, LONG_LEASE).await;
+        let mut second = spawn_process(store, LONG_LEASE).await;
         let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
         for (key, mode) in [
             (WAITING_READER, ClaimMode::Exclusive),
@@ -135,9 +136,9 @@ impl Processes {
         for key in AWAITED {
             victim.wait_until_busy(key, LONG).await.unwrap();
         }
-        let second_in_line = second.send(&HolderRequest::lock_fair(WAITING_FAIR)).unwrap();
+        let second_in_queue = second.send(&HolderRequest::lock_fair(WAITING_FAIR)).unwrap();
         second.wait_until_busy(WAITING_FAIR, LONG).await.unwrap();
-        // The writer and the upgrade have places that block new readers.
+        // The waiting writer and the waiting upgrade block new readers.
         for key in [WAITING_WRITER, WAITING_UPGRADE] {
             let lock = registry.obtain(key);
             eventually(LONG, async || lock.try_read().await.unwrap().is_none()).await;
@@ -145,24 +146,24 @@ impl Processes {
         assert!(registry.obtain(READER).try_lock().await.unwrap().is_none());
         assert!(registry.obtain(WRITER).try_read().await.unwrap().is_none());
         assert!(registry.semaphore(PERMITS, UNITS).try_acquire().await.unwrap().is_none());
-        Self { victim, waits, upgrade, first, second, second_in_line, registry }
+        Self { victim, waits, upgrade, first, second, second_in_queue, registry }
     }
 
     /// Acquires in the other processes what the victim held and waited for.
     async fn replace_victim(&mut self) {
         let begin = Instant::now();
-        let mut firsts = Vec::new();
+        let mut first_requests = Vec::new();
         for (key, mode) in [
             (READER, ClaimMode::Exclusive),
             (WRITER, ClaimMode::Shared),
             (PERMITS, permits(2)),
             (UPGRADABLE, ClaimMode::Upgradable),
         ] {
-            firsts.push(self.first.send(&HolderRequest::lock_in(key, mode)).unwrap());
+            first_requests.push(self.first.send(&HolderRequest::lock_in(key, mode)).unwrap());
         }
         self.first.unlock(WAITING_READER, LONG).await.unwrap();
         self.first.unlock(WAITING_FAIR, LONG).await.unwrap();
-        let mut seconds = vec![self.second_in_line];
+        let mut second_requests = vec![self.second_in_queue];
         for (key, mode) in [
             (WRITER, ClaimMode::Shared),
             (WAITING_READER, ClaimMode::Exclusive),
@@ -170,12 +171,12 @@ impl Processes {
             (WAITING_PERMITS, permits(2)),
             (WAITING_UPGRADE, ClaimMode::Shared),
         ] {
-            seconds.push(self.second.send(&HolderRequest::lock_in(key, mode)).unwrap());
+            second_requests.push(self.second.send(&HolderRequest::lock_in(key, mode)).unwrap());
         }
-        for pending in firsts {
+        for pending in first_requests {
             self.first.held(pending, LONG).await.unwrap();
         }
-        for pending in seconds {
+        for pending in second_requests {
             self.second.held(pending, LONG).await.unwrap();
         }
         let waited = begin.elapsed();
@@ -208,14 +209,14 @@ async fn check_end(ended: [LockHolder; 3], registry: &Registry) {
     assert!(grants >= 22, "{grants} grants");
 }
 
-/// Makes the process release its locks and end.
+/// Closes the input of the process, so that it releases its locks and exits.
 async fn end(mut process: LockHolder) -> LockHolder {
     process.close_input();
     process.process().wait_exit(LONG).await.unwrap();
     process
 }
 
-async fn a_killed_process_leaves_no_lock_and_no_place(store: Store) {
+async fn a_killed_process_leaves_no_lock_and_no_queue_entry(store: Store) {
     let mut processes = Processes::start(&store).await;
     processes.victim.process().kill().unwrap();
     processes.replace_victim().await;
@@ -249,7 +250,7 @@ async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
 async fn no_reader_and_no_writer_starves(store: Store) {
     let span = long_or(secs(60), secs(3));
     const READERS: u32 = 8;
-    let mut processes = processes(&store, 4).await;
+    let mut processes = spawn_processes(&store, 4).await;
     let shares = compete(&mut processes, |process| {
         let competition = |first_client, tasks, mode| Competition {
             first_client: process * CLIENTS + first_client,
@@ -276,16 +277,17 @@ async fn no_reader_and_no_writer_starves(store: Store) {
     let bound = shares.longest_section * 3 + COMPETITION_LEASE;
     for share in [writers, readers] {
         assert!(share.longest_wait <= bound, "beyond {bound:?}: {share:?}");
-        // Also over a time that is shorter than the lease.
+        // Each client has at least an eighth of the average, even if the run is shorter than a
+        // lease.
         assert!(share.fewest_grants * 8 * share.clients >= share.grants, "{share:?}");
     }
 }
 
-/// Eight processes take three of six keys.
+/// Eight processes repeatedly lock three of six keys.
 async fn several_keys_in_any_order_do_not_deadlock(store: Store) {
     let span = long_or(secs(60), secs(2));
     let keys: Vec<String> = (0..6).map(|number| format!("accounts/{number}")).collect();
-    let mut processes = processes(&store, 8).await;
+    let mut processes = spawn_processes(&store, 8).await;
     let in_order = CompetedLocks::InOrder { keys: keys.clone(), take: 3 };
     let any_order = CompetedLocks::All { keys, take: 3 };
     let mut rates = Vec::new();
@@ -303,9 +305,9 @@ async fn several_keys_in_any_order_do_not_deadlock(store: Store) {
         println!("{}: {all:?}", store.url);
         rates.push(all.grants);
     }
-    // Over a short time, the load of the machine may differ between the two.
-    let times = if span >= secs(60) { 2 } else { 4 };
-    assert!(rates[1] * times >= rates[0], "{rates:?}");
+    // In short runs, the load of the machine may differ between the two.
+    let factor = if span >= secs(60) { 2 } else { 4 };
+    assert!(rates[1] * factor >= rates[0], "{rates:?}");
 }
 
 /// The client numbers of a process begin with a multiple of this number.

@@ -1,5 +1,6 @@
 //! A resource that compares fencing tokens, in the test's process. The work of jobs and of leaders
-//! in other processes writes to it, and it judges what they write.
+//! runs in other processes and writes to the resource over TCP. The resource refuses outdated
+//! tokens and records violations.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -17,7 +18,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// A message of the work. The resource accepts or refuses it.
+/// A message from the work of a job or a leader. The resource accepts or refuses it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Write {
     pub(crate) key: String,
@@ -29,18 +30,18 @@ pub(crate) struct Write {
 pub(crate) enum Step {
     /// The work was called at this time of the host's clock, in this process.
     Begin { at: u64, process: u32, tick: Option<u64> },
-    /// The guard was valid at a time between these two.
+    /// The guard was valid at some time between these two.
     Valid { from: u64, to: u64 },
     /// The work has ended.
     End,
     /// The engine has reported that this tick is recorded.
     Recorded(u64),
-    /// The work has observed what must not happen.
+    /// The work has observed something that must not happen.
     Violation(String),
 }
 
-/// The connection of one work to the resource. The resource counts the work as running until it has
-/// written [`Step::End`], or until the connection is closed.
+/// The connection of one run of the work to the resource. The resource counts the work as running
+/// until it receives [`Step::End`] or the connection is closed.
 pub(crate) struct Work {
     stream: Lines<BufStream<TcpStream>>,
     key: String,
@@ -80,8 +81,8 @@ struct Running {
 pub(crate) struct KeyState {
     last: Option<FencingToken>,
     running: Option<Running>,
-    /// For each token, the first time until which its guard was certainly valid once, and the last
-    /// time from which it was.
+    /// For each token: its guard was valid at some time no later than the first value, and at some
+    /// time no earlier than the second.
     valid: BTreeMap<FencingToken, (u64, u64)>,
     begun: usize,
     /// The ticks whose work has ended.
@@ -100,7 +101,8 @@ impl KeyState {
             return Err(format!("{} has two terms", begun.token));
         }
         let earlier = self.running.replace(begun);
-        // A lease is not over after half of its time. Later, the earlier work may be stalled.
+        // Within half a lease, the earlier lease has not expired, so the earlier work must have
+        // ended. Later, the earlier work may be that of a stalled process.
         match earlier.filter(|_| tick.is_some()) {
             Some(earlier)
                 if Duration::from_nanos(begun.begin.saturating_sub(earlier.begin)) < lease / 2 =>
@@ -111,8 +113,7 @@ impl KeyState {
         }
     }
 
-    /// Checks that the guards of two tokens were not valid at the same time, and in the order of
-    /// their tokens.
+    /// Checks that no guard was valid after a guard with a larger token was valid.
     fn valid(&mut self, token: FencingToken, from: u64, to: u64) -> Result<(), String> {
         let (first, last) = self.valid.entry(token).or_insert((to, from));
         (*first, *last) = (to.min(*first), from.max(*last));
@@ -208,7 +209,7 @@ impl Resource {
         self.state.lock().unwrap()
     }
 
-    /// Waits until work has begun this often. Panics at the first violation.
+    /// Waits until work has begun `number` times. Panics at the first violation.
     pub(crate) async fn wait_until_begun(&self, number: usize, limit: Duration) {
         let mut changes = self.changes.clone();
         let wait = async {
@@ -266,7 +267,7 @@ impl Resource {
     }
 }
 
-/// Returns after the client has closed the connection, or has been killed.
+/// Serves one connection, until the client closes it or is killed.
 async fn serve(
     stream: TcpStream,
     connection: u64,
@@ -278,7 +279,7 @@ async fn serve(
     let mut tick_of_work = None;
     let mut lines = BufStream::new(stream).lines();
     while let Ok(Some(line)) = lines.next_line().await {
-        // A killed process may have sent half a line.
+        // A killed process may have sent an incomplete line.
         let Ok(write) = serde_json::from_str::<Write>(&line) else { return };
         let accepted = {
             let mut state = state.lock().unwrap();

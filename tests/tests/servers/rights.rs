@@ -24,7 +24,7 @@ const LONG: Duration = Duration::from_secs(240);
 /// The number of users that work concurrently; they spend most of their time waiting.
 const CONCURRENT_USERS: usize = 12;
 
-/// The rows of the table that every registry of this test needs.
+/// The rows of the book's table that every registry of this test needs.
 const COMMON: &[&str] = &["always", "notifications of losses", "`list`", "`doctor`"];
 /// The one row whose rights are for the sentinels. All other rows are for the servers.
 const SENTINELS_OWN: &str = "the sentinels' own user";
@@ -96,7 +96,8 @@ async fn a_quorum() {
     check(&rows, &servers, &[], None, config).await;
 }
 
-/// Only on servers that support it: Redis since 7.2, and all versions of Valkey.
+/// `fsync=true` works only on servers with `WAITAOF`: Redis since 7.2, and all versions of
+/// Valkey.
 #[tokio::test]
 async fn what_must_be_on_disk() {
     let server = server().await;
@@ -155,7 +156,7 @@ fn every_right_is_checked() {
     assert_eq!(book_rights, checked.into_iter().map(str::to_owned).collect());
 }
 
-/// The line for copying contains the rows for one server.
+/// The book's line to copy contains the rights for one server.
 #[test]
 fn the_line_to_copy_equals_the_table() {
     let rows = [COMMON, &["layout `native`", "`waiters`", "messages by `PUBLISH`"]].concat();
@@ -169,7 +170,7 @@ fn the_line_to_copy_equals_the_table() {
 
 // ---- The work of the users.
 
-/// The keys of a lock.
+/// Returns the names that a lock and its token have in the server.
 type Names = fn(&str) -> [String; 2];
 
 async fn check(
@@ -195,8 +196,8 @@ async fn check(
         if denied.is_some() || !local.capabilities().reports_invalidations {
             return Err(format!("{findings:?}").into());
         }
-        // Covers the background work: channels are unsubscribed after a second, and connections are
-        // checked every five seconds.
+        // Long enough for the background work: channels are unsubscribed after a second, and
+        // connections are checked every five seconds.
         sleep(Duration::from_secs(7)).await;
         _ = local.close(Duration::from_secs(5)).await;
         _ = remote.close(Duration::from_secs(5)).await;
@@ -257,7 +258,7 @@ async fn run_all_operations(
     Ok(())
 }
 
-/// Waits until a caller that waits for `key` is listed.
+/// Waits until a caller that waits for `key` is listed among the waiters.
 async fn wait_until_listed(registry: &Registry, key: &str) -> Result<(), Box<dyn Error>> {
     while registry.obtain(key).waiters().await?.is_empty() {
         sleep(Duration::from_millis(100)).await;
@@ -291,7 +292,8 @@ async fn renew_during_migration(
     Ok(renewed?)
 }
 
-/// Runs the work as many users: one has all rights, and each of the others lacks one.
+/// Runs the work once as a user with all rights, and once as each user that lacks one right. The
+/// first must be refused nothing, and each of the others must be refused something.
 async fn try_each(
     rights: &Rights,
     servers: &[&RedisServer],
@@ -346,7 +348,7 @@ async fn try_each(
                 let at = entry.iter().position(|field| field == name).unwrap();
                 entry[at + 1].clone()
             };
-            // A refused client name has no effect.
+            // A refused `CLIENT SETINFO` has no effect.
             if field("object") != "client|setinfo" {
                 refused.entry(field("username")).or_default().insert(field("object"));
             }
@@ -371,7 +373,7 @@ struct Rights {
 }
 
 impl Rights {
-    /// The rights of some rows of the book's table, for a namespace, without duplicates.
+    /// Returns the rights of these rows of the book's table, for a namespace, without duplicates.
     fn of(rows: &[&str], namespace: &str) -> Self {
         let book_rights = book_rights();
         let mut rights = Self { servers: Vec::new(), sentinels: Vec::new() };
@@ -391,7 +393,7 @@ impl Rights {
     }
 }
 
-/// The book's table of rights: the rights by purpose.
+/// Returns the book's table of rights by purpose.
 fn book_rights() -> BTreeMap<String, Vec<String>> {
     let book = book();
     let (_, table) = book.split_once("| for | rights |").unwrap();

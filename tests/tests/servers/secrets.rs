@@ -1,5 +1,5 @@
 //! No password is ever exposed: not in `Debug`, not in `Display`, not in a chain of errors, not in
-//! a log line. This holds however the URL is written or mangled, and for every source of it.
+//! a log line. This holds for any malformed URL, and for every source of the URL.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -55,7 +55,7 @@ impl Write for CapturedLog {
     }
 }
 
-/// All representations of an error that may be displayed.
+/// Returns all texts in which an error may be displayed.
 fn error_text(error: &dyn Error) -> String {
     let mut text = format!("{error:?}\n{error:#?}");
     let mut next = Some(error);
@@ -70,20 +70,20 @@ fn debug_text(value: &impl Debug) -> String {
     format!("{value:?}\n{value:#?}")
 }
 
-/// The representations of `result_text`, success or error.
-fn result_text<T: Debug>(result_text: &Result<T, ConfigError>) -> String {
-    match result_text {
+/// Returns all texts in which `result` may be displayed.
+fn result_text<T: Debug>(result: &Result<T, ConfigError>) -> String {
+    match result {
         Ok(value) => debug_text(value),
         Err(error) => error_text(error),
     }
 }
 
 #[track_caller]
-fn assert_no_secret(given: &str, debug_text: &str) {
-    assert!(!debug_text.to_lowercase().contains(CANARY), "{given:?} is shown as {debug_text}");
+fn assert_no_secret(given: &str, shown: &str) {
+    assert!(!shown.to_lowercase().contains(CANARY), "{given:?} is shown as {shown}");
 }
 
-/// Uses a URL in every way that does not open its store.
+/// Uses a URL in every way that does not open its store, and checks all resulting texts.
 fn use_url(url: &str) {
     assert_no_secret(url, &redact_url(url));
     let config = RegistryConfig::new().url(url);
@@ -99,7 +99,7 @@ fn use_url(url: &str) {
         assert_no_secret(url, &result_text(&config.check()));
     }
 
-    // Quoted correctly, quoted carelessly, and not quoted.
+    // The URL is quoted correctly, quoted without escapes, or not quoted.
     let escaped = url.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     for toml in [
         format!("url = \"{escaped}\""),

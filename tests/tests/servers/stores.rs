@@ -13,13 +13,13 @@ use registry_testkit::redis::RedisServer;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{ManagedServer, ServerDescription};
 
-/// A store, as other processes reach it.
+/// A store that other processes reach by its URL.
 pub(crate) struct Store {
     pub(crate) url: String,
     /// The option of the URL that sets the length of a lease.
     lease_option: &'static str,
-    /// Whether all clients read the same clock for the ticks of a period, whatever their own clocks
-    /// show.
+    /// Whether the store has a clock, from which all clients take the ticks of a period. Otherwise
+    /// each client uses its own wall clock.
     pub(crate) has_clock: bool,
     server: Box<dyn StoreServer>,
 }
@@ -37,7 +37,7 @@ impl<S: ServerDescription> StoreServer for ManagedServer<S> {
     }
 }
 
-/// The folder of an SQLite file, which needs no server.
+/// The folder of a SQLite file, which has no server to restart.
 #[async_trait]
 impl StoreServer for tempfile::TempDir {
     async fn restart(&mut self) -> io::Result<()> {

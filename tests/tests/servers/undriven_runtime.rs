@@ -13,7 +13,7 @@ const LONG: Duration = Duration::from_secs(30);
 #[test]
 fn a_call_to_a_server_whose_runtime_is_not_driven_fails() {
     let other_runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    // A runtime of this kind runs only inside `block_on`.
+    // The tasks of a runtime of this kind run only inside `block_on`.
     let registry_runtime = Builder::new_current_thread().enable_all().build().unwrap();
     let server = other_runtime.block_on(RedisServer::start(&[])).unwrap();
     let url = format!("{}?connect_timeout=60s", server.url());
