@@ -1,5 +1,5 @@
 //! Checks of the workspace itself: dependencies between crates, package metadata, terminology and
-//! links. It reads files and `cargo metadata`, and runs none of the product code.
+//! links. The tests read files and `cargo metadata`, and run none of the product code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ fn the_engine_depends_on_no_store_and_on_no_other_crate_of_ours() {
 fn backends_depend_on_the_engine_and_not_on_each_other() {
     let packages = packages();
     for backend in BACKENDS {
-        let normal = ours(&packages, backend, "normal");
+        let normal = workspace_dependencies(&packages, backend, "normal");
         assert_eq!(normal, BTreeSet::from(["registry-core".to_owned()]), "{backend}");
     }
     for backend in packages
@@ -53,7 +53,7 @@ fn backends_depend_on_the_engine_and_not_on_each_other() {
 
 #[test]
 fn the_conformance_suite_depends_on_the_engine_alone() {
-    let normal = ours(&packages(), "registry-conformance", "normal");
+    let normal = workspace_dependencies(&packages(), "registry-conformance", "normal");
     assert_eq!(normal, BTreeSet::from(["registry-core".to_owned()]));
 }
 
@@ -68,7 +68,7 @@ fn published_crates_need_nothing_unpublished() {
     assert_eq!(unpublished, UNPUBLISHED.iter().copied().collect());
     for package in packages.values().filter(|package| package.published) {
         for kind in ["normal", "build"] {
-            for dependency in ours(&packages, &package.name, kind) {
+            for dependency in workspace_dependencies(&packages, &package.name, kind) {
                 assert!(packages[&dependency].published, "{} needs {dependency}", package.name);
             }
         }
@@ -116,7 +116,8 @@ fn every_public_async_fn_says_what_dropping_its_future_does() {
         else {
             continue;
         };
-        // A program has no public functions, and only its test drops the future of a clause.
+        // A program has no public API. Clauses are tests, and their module documents dropped
+        // futures for all of them.
         let is_program = !package.folder.join("src/lib.rs").exists();
         if is_program || file.starts_with(package.folder.join("src/clauses")) {
             continue;
@@ -141,8 +142,8 @@ fn every_public_async_fn_says_what_dropping_its_future_does() {
     assert!(silent.is_empty(), "no `# Cancel safety`:\n{}", silent.join("\n"));
 }
 
-/// Second names for things that already have one. The glossary is in ARCHITECTURE.md.
-const SECOND_NAMES: &[(&str, &str)] = &[
+/// Synonyms, each with the term to use instead. The glossary is in ARCHITECTURE.md.
+const SYNONYMS: &[(&str, &str)] = &[
     ("time-to-live", "lease"),
     ("ttl", "lease"),
     ("lease duration", "lease"),
@@ -161,15 +162,16 @@ const SECOND_NAMES: &[(&str, &str)] = &[
     ("reentrant lock", "re-entry"),
 ];
 
-/// Pages for users of other libraries quote the terms of those libraries.
-const TRANSLATORS: &[&str] = &["book/src/come-from/", "ARCHITECTURE.md"];
+/// Pages that may use the terms of other products: those for users of other libraries, and the
+/// architecture.
+const PAGES_WITH_FOREIGN_TERMS: &[&str] = &["book/src/come-from/", "ARCHITECTURE.md"];
 
 #[test]
 fn each_thing_has_one_name_in_what_users_read() {
     let mut found = Vec::new();
     for file in files() {
         let path = relative(&file);
-        if TRANSLATORS.iter().any(|page| path.starts_with(page)) {
+        if PAGES_WITH_FOREIGN_TERMS.iter().any(|page| path.starts_with(page)) {
             continue;
         }
         let is_doc = path.ends_with(".md");
@@ -185,12 +187,12 @@ fn each_thing_has_one_name_in_what_users_read() {
             if is_code && !line.starts_with("///") && !line.starts_with("//!") {
                 continue;
             }
-            // Text in backticks is an identifier.
+            // Text in backticks is code.
             let prose: String =
                 line.split('`').step_by(2).collect::<Vec<_>>().join(" ").to_lowercase();
-            for (second, first) in SECOND_NAMES {
-                if has_word(&prose, second) {
-                    found.push(format!("{path}:{}: {second:?}; the word is {first}", number + 1));
+            for (synonym, term) in SYNONYMS {
+                if has_word(&prose, synonym) {
+                    found.push(format!("{path}:{}: {synonym:?}; the word is {term}", number + 1));
                 }
             }
         }
@@ -307,7 +309,7 @@ fn comments_have_at_most_100_columns() {
     let mut found = Vec::new();
     for file in files() {
         let path = relative(&file);
-        let sign = match path.rsplit_once('.').map(|(_, extension)| extension) {
+        let comment_sign = match path.rsplit_once('.').map(|(_, extension)| extension) {
             Some("rs") => "//",
             Some("lua" | "sql") => "--",
             _ => continue,
@@ -315,12 +317,12 @@ fn comments_have_at_most_100_columns() {
         let mut in_code = false;
         for (number, line) in read(&file).lines().enumerate() {
             let comment = line.trim_start();
-            if comment.starts_with(sign) && comment.contains("```") {
+            if comment.starts_with(comment_sign) && comment.contains("```") {
                 in_code = !in_code;
             }
             // A link cannot be broken, and a table row can only be read on one line.
             let is_breakable = !in_code && !line.contains("://") && !line.contains("| ");
-            if comment.starts_with(sign) && is_breakable && line.chars().count() > 100 {
+            if comment.starts_with(comment_sign) && is_breakable && line.chars().count() > 100 {
                 found.push(format!("{path}:{}", number + 1));
             }
         }
@@ -349,7 +351,8 @@ fn unit_tests_are_at_the_end_of_their_file() {
     assert!(found.is_empty(), "unit tests in a place of their own: {found:#?}");
 }
 
-/// Files that import each other in a circle can only be read together. A folder counts as one file.
+/// Files that import each other in a circle cannot be understood one at a time. A folder counts as
+/// one file.
 #[test]
 fn at_most_three_files_of_a_crate_import_each_other_in_a_circle() {
     const CIRCLE_MAX: usize = 3;
@@ -427,7 +430,7 @@ fn reachable<'a>(
     found
 }
 
-/// The root has what every user needs; the rest is in modules.
+/// The root contains only the names that every user needs. All others are in modules.
 #[test]
 fn the_root_of_the_facade_has_at_most_35_names() {
     let text = read(&root().join("crates/lock-registry/src/lib.rs"));
@@ -496,7 +499,7 @@ fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
 #[test]
 fn every_test_that_a_page_names_as_proof_exists() {
     let files: Vec<_> = files().iter().map(|file| (relative(file), read(file))).collect();
-    // `place` is a file or folder, from the root or in `crates/`.
+    // `place` is a file or folder, relative to the root or to `crates/`.
     let contains = |place: &str, text_wanted: &str| {
         files.iter().any(|(file, text)| {
             let rest = file.strip_prefix(place);
@@ -506,7 +509,7 @@ fn every_test_that_a_page_names_as_proof_exists() {
         })
     };
     let mut absent = Vec::new();
-    // The last column is the place of tests that have no path before them.
+    // The third value is the place of tests that the table names without a path.
     for (page, heading, default_place) in [
         ("CONTRIBUTING.md", "## Pairs of features", "registry-conformance/src/clauses"),
         ("book/src/concepts/guarantees.md", "## Tests of the promises", ""),
@@ -618,7 +621,7 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
     }
 }
 
-/// A reader who comes from a search must see at once what a page is for.
+/// A reader who arrives from a search engine must see at once what the page is for.
 #[test]
 fn every_page_begins_with_a_title_and_what_the_reader_gets() {
     for file in files() {
@@ -713,7 +716,7 @@ fn every_measured_table_of_the_book_is_generated_from_a_results_file() {
         let text = read(&root().join("book/src").join(&page));
         let (_, section) = text.split_once(start).expect("the page has this heading");
         let section = section.split(end).next().unwrap_or_default();
-        // Each part but the first begins with a generated table.
+        // Each part except the first begins with a generated table.
         let parts = section.split("<!-- generated: ").enumerate();
         let written = parts.flat_map(|(number, part)| {
             match number {
@@ -764,7 +767,7 @@ impl Package {
         Self {
             name: text(&json["name"]),
             folder: manifest.parent().expect("a manifest is in a folder").to_owned(),
-            // `publish = false` is an empty list of registries here, and the default is null.
+            // In this JSON, `publish = false` is an empty list of registries. The default is null.
             published: json["publish"].is_null(),
             dependencies: dependencies
                 .iter()
@@ -779,7 +782,11 @@ impl Package {
 }
 
 /// The workspace members that `package` depends on with this kind of dependency.
-fn ours(packages: &BTreeMap<String, Package>, package: &str, kind: &str) -> BTreeSet<String> {
+fn workspace_dependencies(
+    packages: &BTreeMap<String, Package>,
+    package: &str,
+    kind: &str,
+) -> BTreeSet<String> {
     packages[package]
         .dependencies
         .iter()
@@ -807,7 +814,7 @@ fn files() -> Vec<PathBuf> {
     let files: Vec<_> =
         names.split('\0').filter(|name| !name.is_empty()).map(|name| root().join(name)).collect();
     assert!(files.len() > 50, "only {} files: is this the workspace?", files.len());
-    // A deleted file stays tracked until the next commit. Screenshots are no text.
+    // A deleted file stays tracked until the next commit. Screenshots are not text.
     let is_text = |file: &PathBuf| file.extension().is_none_or(|extension| extension != "png");
     files.into_iter().filter(|file| file.exists() && is_text(file)).collect()
 }
