@@ -1,7 +1,7 @@
 //! Checks that planted bugs (mutants) are found. Most mutants of the engine violate a property of
-//! the simulation within 120 seeds. Mutants of queue positions are found by a check of all queues of
-//! at most four entries, and one mutant by a caller that is no longer polled. The modules check the
-//! other mutants, on real servers of Redis, PostgreSQL and MariaDB.
+//! the simulation within 120 seeds. Mutants of queue positions are found by a check of all queues
+//! of at most four entries, and one mutant by a caller that is no longer polled. The modules check
+//! the other mutants, on real servers of Redis, PostgreSQL and MariaDB.
 //!
 //! Built only with `--cfg lock_registry_mutants`; CONTRIBUTING.md has the command. The switch does
 //! not exist in any other build.
