@@ -573,12 +573,12 @@ fn lock_name(layout: PeerLayout) -> &'static str {
 }
 
 async fn registry(server: &RedisServer, layout: PeerLayout) -> Registry {
-    let layout = match layout {
+    let redis_layout = match layout {
         PeerLayout::Spring => Layout::Spring,
         PeerLayout::Redisson => Layout::Redisson,
     };
     let config = RedisConfig::from_url(&server.url()).unwrap();
-    let config = config.with_namespace(namespace(layout)).with_layout(layout);
+    let config = config.with_namespace(namespace(layout)).with_layout(redis_layout);
     let config = config.with_connect_timeout(CONNECT_TIMEOUT).with_response_timeout(TIMEOUT);
     let backend = Arc::new(RedisBackend::open(config).await.unwrap());
     Registry::builder(backend).timeout(TIMEOUT).build().unwrap()
