@@ -332,7 +332,7 @@ async fn readers_run_at_once_and_permits_are_counted() {
     let mode = ClaimMode::Permits { take: 2, of: 3 };
     let two = registry.obtain("pool").acquire(mode, LockOptions::new()).await.unwrap();
     permit(&registry, 3).await.unwrap();
-    assert!(matches!(permit(&registry, 4).await, Err(LockError::OtherUnits { .. })));
+    assert!(matches!(permit(&registry, 4).await, Err(LockError::UnitsMismatch { .. })));
     two.unlock().await.unwrap();
 }
 

@@ -53,7 +53,7 @@ impl TestContext {
         &self,
         client: &Arc<dyn LockBackend>,
     ) -> Arc<dyn LockBackend> {
-        if self.store.roams() { self.client().await } else { Arc::clone(client) }
+        if self.store.grants_outlive_client() { self.client().await } else { Arc::clone(client) }
     }
 
     /// Opens a further client of the store, with injected faults.

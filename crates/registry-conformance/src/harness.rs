@@ -60,13 +60,13 @@ pub trait Store: Debug + Send + Sync {
 
     /// Returns whether the clients return the store's responses unchanged. The default is true.
     /// Return false if the clients inject faults. Only the clauses that use the engine then apply.
-    fn faithful(&self) -> bool {
+    fn fault_free(&self) -> bool {
         true
     }
 
     /// Returns whether a claim may be requested and renewed through a client other than the one
     /// that it was granted to. The default is true. Return false if a grant ends with its client.
-    fn roams(&self) -> bool {
+    fn grants_outlive_client(&self) -> bool {
         true
     }
 

@@ -12,9 +12,9 @@ use crate::harness::Harness;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Need {
-    /// [`Store::faithful`](crate::Store::faithful): the clause calls the SPI itself, or counts the
+    /// [`Store::fault_free`](crate::Store::fault_free): the clause calls the SPI itself, or counts the
     /// requests that reach the store.
-    Faithful,
+    FaultFree,
     /// [`Capabilities::fencing`].
     Fencing,
     /// [`Capabilities::fair`].
@@ -49,14 +49,14 @@ pub enum Need {
     Wipe,
     /// [`Store::remote`](crate::Store::remote).
     Remote,
-    /// [`Store::roams`](crate::Store::roams).
-    Roaming,
+    /// [`Store::grants_outlive_client`](crate::Store::grants_outlive_client).
+    GrantsOutliveClient,
 }
 
 impl Need {
     /// All needs, in the order of their declaration.
     pub const ALL: [Self; 19] = [
-        Self::Faithful,
+        Self::FaultFree,
         Self::Fencing,
         Self::Fair,
         Self::Handoff,
@@ -74,14 +74,14 @@ impl Need {
         Self::Restart,
         Self::Wipe,
         Self::Remote,
-        Self::Roaming,
+        Self::GrantsOutliveClient,
     ];
 
     /// Returns the name of this need in `without = [..]`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Faithful => "faithful",
+            Self::FaultFree => "fault_free",
             Self::Fencing => "fencing",
             Self::Fair => "fair",
             Self::Handoff => "handoff",
@@ -99,7 +99,7 @@ impl Need {
             Self::Restart => "restart",
             Self::Wipe => "wipe",
             Self::Remote => "remote",
-            Self::Roaming => "roaming",
+            Self::GrantsOutliveClient => "grants_outlive_client",
         }
     }
 
@@ -141,12 +141,12 @@ impl Need {
             return known;
         }
         match self {
-            Self::Faithful => context.store().faithful(),
+            Self::FaultFree => context.store().fault_free(),
             Self::Namespaces => context.store().other_namespace().await.is_some(),
             Self::Restart => context.store().restart().await,
             Self::Wipe => context.store().wipe().await,
             Self::Remote => context.store().remote(context.long_lease()).await.is_some(),
-            Self::Roaming => context.store().roams(),
+            Self::GrantsOutliveClient => context.store().grants_outlive_client(),
             known => unreachable!("{known} is determined by the capabilities"),
         }
     }

@@ -68,8 +68,8 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
     let context = TestContext::open(harness).await;
     for need in clause.needs {
         let known = match need {
-            Need::Faithful => Some(context.store().faithful()),
-            Need::Roaming => Some(context.store().roams()),
+            Need::FaultFree => Some(context.store().fault_free()),
+            Need::GrantsOutliveClient => Some(context.store().grants_outlive_client()),
             need => need.stated_by(context.capabilities()),
         };
         // Other needs are checked by the call that uses the feature, such as

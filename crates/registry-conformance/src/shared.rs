@@ -33,7 +33,7 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
     async fn client(&self, namespace: &str) -> Arc<dyn LockBackend>;
 
     /// Returns what the servers lack beyond their clients' capabilities: any of
-    /// [`Need::Restart`], [`Need::Wipe`] and [`Need::Roaming`]. The default is nothing.
+    /// [`Need::Restart`], [`Need::Wipe`] and [`Need::GrantsOutliveClient`]. The default is nothing.
     fn lacks(&self) -> &[Need] {
         &[]
     }
@@ -191,10 +191,10 @@ impl<S: SharedServers> Harness for SharedHarness<S> {
             attempt => format!("{theme}-{name}-{attempt}"),
         };
         let shared = servers.read().await;
-        let roams = !shared.lacks().contains(&Need::Roaming);
+        let grants_outlive_client = !shared.lacks().contains(&Need::GrantsOutliveClient);
         let may_split_votes = shared.may_split_votes();
         drop(shared);
-        Box::new(NamespaceStore { servers, namespace, roams, may_split_votes })
+        Box::new(NamespaceStore { servers, namespace, grants_outlive_client, may_split_votes })
     }
 }
 
@@ -202,7 +202,7 @@ impl<S: SharedServers> Harness for SharedHarness<S> {
 struct NamespaceStore<S> {
     servers: Arc<RwLock<S>>,
     namespace: String,
-    roams: bool,
+    grants_outlive_client: bool,
     may_split_votes: bool,
 }
 
@@ -212,8 +212,8 @@ impl<S: SharedServers> Store for NamespaceStore<S> {
         self.servers.read().await.client(&self.namespace).await
     }
 
-    fn roams(&self) -> bool {
-        self.roams
+    fn grants_outlive_client(&self) -> bool {
+        self.grants_outlive_client
     }
 
     fn may_split_votes(&self) -> bool {

@@ -118,7 +118,7 @@ macro_rules! __conformance {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __ignored {
-    (faithful $test:item) => {
+    (fault_free $test:item) => {
         #[test]
         #[ignore = "the harness injects faults, so the replies of the store itself are unknown"]
         $test
@@ -203,7 +203,7 @@ macro_rules! __ignored {
         #[ignore = "the harness cannot delete the data of the store"]
         $test
     };
-    (roaming $test:item) => {
+    (grants_outlive_client $test:item) => {
         #[test]
         #[ignore = "a grant ends with its client"]
         $test

@@ -483,7 +483,7 @@ impl Acquisition<'_> {
                     late_grant_error()
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
-                    self.check_other_units(&busy)?;
+                    self.check_units_in_store(&busy)?;
                     failures = Failures::default();
                     self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
@@ -538,11 +538,11 @@ impl Acquisition<'_> {
     }
 
     /// Fails if the held permits state another number of units than this claim.
-    fn check_other_units(&self, busy: &Busy) -> Result<(), AcquireFailure> {
-        match (busy.other_units, self.claim_options.mode) {
+    fn check_units_in_store(&self, busy: &Busy) -> Result<(), AcquireFailure> {
+        match (busy.units_in_store, self.claim_options.mode) {
             (Some(held), ClaimMode::Permits { of, .. }) => {
                 let key = self.local_lock.key().as_str().to_owned();
-                Err(LockError::OtherUnits { key, stated: of, held }.into())
+                Err(LockError::UnitsMismatch { key, stated: of, held }.into())
             }
             _ => Ok(()),
         }

@@ -46,7 +46,7 @@ use crate::waiting_list::WaiterStore;
 /// 8. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
 ///    is unknown, it returns an error. The engine then repeats the attempt and counts the first
 ///    one, because that request may still reach the store after the release. If a connection broke
-///    while idle, [`BackendError::on_stale_connection`] makes the engine repeat the attempt without
+///    while idle, [`BackendError::as_stale_connection`] makes the engine repeat the attempt without
 ///    a pause.
 ///
 /// A backend responds in bounded time where it can. After the operation time-out, the engine stops
@@ -301,7 +301,7 @@ pub struct Claim {
     mode: ClaimMode,
     queueing: Queueing,
     conversion: bool,
-    converted_token: Option<FencingToken>,
+    token_before_conversion: Option<FencingToken>,
     fenced: bool,
     token_block: u32,
     label: Option<Arc<str>>,
@@ -319,7 +319,7 @@ impl Claim {
             mode: ClaimMode::Exclusive,
             queueing: Queueing::Skip,
             conversion: false,
-            converted_token: None,
+            token_before_conversion: None,
             fenced: false,
             token_block: 1,
             label: None,
@@ -365,8 +365,8 @@ impl Claim {
     /// Returns the same conversion, restricted to the grant whose first token is `token`. If the
     /// grant has another token, it was upgraded since this conversion was sent.
     #[must_use]
-    pub fn of_grant(mut self, token: FencingToken) -> Self {
-        self.converted_token = Some(token);
+    pub fn restricted_to_grant(mut self, token: FencingToken) -> Self {
+        self.token_before_conversion = Some(token);
         self
     }
 
@@ -416,12 +416,12 @@ impl Claim {
     }
 
     /// Returns the first token of the grant to which the conversion is
-    /// [restricted](Self::of_grant). A store changes nothing if the grant has neither this token
+    /// [restricted](Self::restricted_to_grant). A store changes nothing if the grant has neither this token
     /// nor the requested mode. Otherwise, a late request could weaken a grant that was upgraded
     /// since.
     #[must_use]
-    pub fn converted_token(&self) -> Option<FencingToken> {
-        self.converted_token
+    pub fn token_before_conversion(&self) -> Option<FencingToken> {
+        self.token_before_conversion
     }
 
     /// Returns the same claim, which records whether a fenced write was begun under it.
@@ -604,7 +604,7 @@ pub struct Busy {
     /// The claim has a place in the store's queue, which a release must remove.
     pub is_queued: bool,
     /// The number of units that the held permits state, if the claim states another number.
-    pub other_units: Option<u32>,
+    pub units_in_store: Option<u32>,
     /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
     pub mark: u64,
@@ -635,15 +635,15 @@ impl Busy {
 
     /// Sets that the claim has a place in the store's queue.
     #[must_use]
-    pub fn with_place(mut self) -> Self {
+    pub fn with_queue_entry(mut self) -> Self {
         self.is_queued = true;
         self
     }
 
     /// Sets the number of units that the held permits state.
     #[must_use]
-    pub fn with_other_units(mut self, units: u32) -> Self {
-        self.other_units = Some(units);
+    pub fn with_units_in_store(mut self, units: u32) -> Self {
+        self.units_in_store = Some(units);
         self
     }
 

@@ -136,7 +136,7 @@ pub struct RenewalPolicy {
     ///
     /// If true, a renewal also renews the other claims of the shard, except those renewed within
     /// the last twelfth of their lease.
-    pub whole_shard: bool,
+    pub renews_whole_shard: bool,
     /// How long after its grant a claim that is still held is verified for the first time. A
     /// verification is an early renewal. The default, `None`, adds no verification to the renewals.
     ///
@@ -152,7 +152,7 @@ impl RenewalPolicy {
     /// time.
     #[must_use]
     pub const fn new() -> Self {
-        Self { batch_max: 100, whole_shard: false, verify_after: None }
+        Self { batch_max: 100, renews_whole_shard: false, verify_after: None }
     }
 
     /// Sets [`batch_max`](Self::batch_max). Zero counts as one.
@@ -162,10 +162,10 @@ impl RenewalPolicy {
         self
     }
 
-    /// Sets [`whole_shard`](Self::whole_shard): all claims of a shard are renewed together.
+    /// Sets [`renews_whole_shard`](Self::renews_whole_shard): all claims of a shard are renewed together.
     #[must_use]
     pub const fn with_whole_shard(mut self) -> Self {
-        self.whole_shard = true;
+        self.renews_whole_shard = true;
         self
     }
 
@@ -179,7 +179,7 @@ impl RenewalPolicy {
     fn meet(self, other: Self) -> Self {
         Self {
             batch_max: self.batch_max.min(other.batch_max),
-            whole_shard: self.whole_shard && other.whole_shard,
+            renews_whole_shard: self.renews_whole_shard && other.renews_whole_shard,
             verify_after: self.verify_after.max(other.verify_after),
         }
     }

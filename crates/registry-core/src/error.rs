@@ -62,7 +62,7 @@ pub enum LockError {
     },
     /// The held permits state another number of units than this semaphore.
     #[non_exhaustive]
-    OtherUnits {
+    UnitsMismatch {
         /// The key.
         key: String,
         /// The units that this semaphore states.
@@ -141,7 +141,7 @@ impl fmt::Display for LockError {
                 f,
                 "the {store} store does not support `{capability}`; check `capabilities()` first, or use another store"
             ),
-            Self::OtherUnits { key, stated, held } => write!(
+            Self::UnitsMismatch { key, stated, held } => write!(
                 f,
                 "acquire on {key:?} failed: this semaphore has {stated} units, but the held permits state {held}; use the same number, or resize the semaphore"
             ),
@@ -401,7 +401,7 @@ impl BackendError {
     /// even after its deadline. Unless the error is [`refused`](Self::refused), the first request
     /// counts as an attempt with an unknown outcome.
     #[must_use]
-    pub fn on_stale_connection(mut self) -> Self {
+    pub fn as_stale_connection(mut self) -> Self {
         self.0.stale_connection = true;
         self
     }
@@ -469,7 +469,7 @@ impl BackendError {
     }
 
     /// Returns whether the connection had broken while idle; see
-    /// [`on_stale_connection`](Self::on_stale_connection).
+    /// [`as_stale_connection`](Self::as_stale_connection).
     #[must_use]
     pub fn is_stale_connection(&self) -> bool {
         self.0.stale_connection

@@ -43,7 +43,7 @@ pub(crate) const CONTENDED_HAND_OVER_MAX: Duration = Duration::from_millis(20);
 pub(crate) struct Fairness {
     /// `None` if the store reaches no other process, or has its own queue.
     limits: Option<FairnessLimits>,
-    released: Mutex<HashMap<Key, Contention>>,
+    contention_by_key: Mutex<HashMap<Key, Contention>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -93,14 +93,14 @@ impl Fairness {
         let is_unneeded =
             store.fair || store.reach == Reach::Process || store.class == GuaranteeClass::None;
         let limits = (!is_unneeded).then(|| FairnessLimits::new(store, poll));
-        Self { limits, released: Mutex::default() }
+        Self { limits, contention_by_key: Mutex::default() }
     }
 
     /// Returns the contention for `key` at the beginning of a turn. `None` if the store reaches no
     /// other process, or has its own queue.
     pub(crate) fn contention(&self, key: &Key) -> Option<Box<Contention>> {
         let limits = self.limits?;
-        let contention = self.released().get(key).copied().unwrap_or_default();
+        let contention = self.contention_by_key().get(key).copied().unwrap_or_default();
         // After `limits.pause_max`, the contention is out of date: within this time, every waiting
         // process could acquire the key.
         let is_valid = contention.was_released_within(limits.pause_max, Moment::now_coarse());
@@ -146,17 +146,17 @@ impl Fairness {
         contention.pause = limits.pause_of(&contention, held_for);
         contention.released_at = Some(now);
         contention.delay = limits.delay_of(held_for);
-        let mut released = self.released();
-        if released.len() >= KEYS_MAX {
-            released.retain(|_, contention| contention.was_released_within(limits.pause_max, now));
+        let mut contention_by_key = self.contention_by_key();
+        if contention_by_key.len() >= KEYS_MAX {
+            contention_by_key.retain(|_, contention| contention.was_released_within(limits.pause_max, now));
         }
-        if released.len() < KEYS_MAX || released.contains_key(key) {
-            released.insert(key.clone(), contention);
+        if contention_by_key.len() < KEYS_MAX || contention_by_key.contains_key(key) {
+            contention_by_key.insert(key.clone(), contention);
         }
     }
 
-    fn released(&self) -> MutexGuard<'_, HashMap<Key, Contention>> {
-        self.released.lock().unwrap_or_else(PoisonError::into_inner)
+    fn contention_by_key(&self) -> MutexGuard<'_, HashMap<Key, Contention>> {
+        self.contention_by_key.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -262,7 +262,7 @@ const MANY_HOLDERS_MIN: u32 = 4;
 /// A turn with fewer other holders than usual lowers [`Contention::usual_holders`] by one, with a
 /// probability of one in this number.
 const DECAY_ONE_IN: u32 = 8;
-/// The maximum number of keys in [`Fairness::released`].
+/// The maximum number of keys in [`Fairness::contention_by_key`].
 const KEYS_MAX: usize = 4_096;
 
 #[cfg(test)]
@@ -394,9 +394,9 @@ mod tests {
         for n in 0..2 * KEYS_MAX {
             fairness.on_release(&Key::new(&n.to_string()).unwrap(), Contention::default(), now);
         }
-        assert_eq!(fairness.released().len(), KEYS_MAX);
+        assert_eq!(fairness.contention_by_key().len(), KEYS_MAX);
         advance(PAUSE_MAX).await;
         fairness.on_release(&key(), Contention::default(), now);
-        assert_eq!(fairness.released().len(), 1);
+        assert_eq!(fairness.contention_by_key().len(), 1);
     }
 }

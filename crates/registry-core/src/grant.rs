@@ -731,12 +731,12 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn begin_early_renewal(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
+    fn begin_early_renewal(self: Arc<Self>, now: Moment, renews_whole_shard: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;
         }
-        let requested_lease = state.lease.batch_renewal_lease(now, whole_shard)?;
+        let requested_lease = state.lease.batch_renewal_lease(now, renews_whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
         state.lease.on_renewal_sent(now, operation_timeout);

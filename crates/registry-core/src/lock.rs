@@ -329,7 +329,7 @@ impl DistributedLock {
     ///
     /// # Errors
     /// As [`lock_with`](Self::lock_with). [`LockError::Unsupported`] if the store does not have the
-    /// mode, before any I/O. [`LockError::OtherUnits`] for permits, as
+    /// mode, before any I/O. [`LockError::UnitsMismatch`] for permits, as
     /// [`Semaphore::acquire`](crate::Semaphore::acquire).
     ///
     /// # Cancel safety

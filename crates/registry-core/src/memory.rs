@@ -470,7 +470,7 @@ impl WakeCheck for MemoryState {
 impl MemoryState {
     fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let now = Moment::now_coarse();
-        let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
+        let is_plain_exclusive = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
         let (attempt, replaced) = match self.records.entry(claim.key().clone()) {
             Entry::Occupied(mut entry) => match entry.get_mut() {
                 MemoryRecord::Exclusive(grant) if grant.is_live(now) => {
@@ -494,7 +494,7 @@ impl MemoryState {
                     let replaced = entry.insert(MemoryRecord::Several(several));
                     (self.acquire_in(entry, claim, now)?, Some(replaced))
                 }
-                MemoryRecord::Exclusive(grant) if is_simple => {
+                MemoryRecord::Exclusive(grant) if is_plain_exclusive => {
                     self.mark_tokens_used(grant, grant.block);
                     let grant = self.grant(claim, now)?;
                     let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
@@ -508,7 +508,7 @@ impl MemoryState {
                 }
                 MemoryRecord::Several(_) => (self.acquire_in(entry, claim, now)?, None),
             },
-            Entry::Vacant(entry) if is_simple => {
+            Entry::Vacant(entry) if is_plain_exclusive => {
                 let grant = self.grant(claim, now)?;
                 let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
                 entry.insert(MemoryRecord::Exclusive(grant));
@@ -593,7 +593,7 @@ impl MemoryState {
             self.return_tokens(entry, claim.token_block());
         }
         Self::after_change(occupied);
-        LockRecord::release_of(entry.as_ref(), micros(now))
+        LockRecord::release_response(entry.as_ref(), micros(now))
     }
 
     fn grant(&self, claim: &Claim, now: Moment) -> Result<ExclusiveGrant, BackendError> {

@@ -26,9 +26,9 @@ pub enum Mutant {
     /// A waiter does not poll.
     WakeUpOnly,
     /// The record of a key grants a shared claim alongside an exclusive claim.
-    ReaderBesideWriter,
+    ReaderAlongsideWriter,
     /// The record of a key grants an upgrade alongside other grants.
-    UpgradeBesideReaders,
+    UpgradeAlongsideReaders,
     /// An upgrade does not take a new token.
     UpgradeKeepsToken,
     /// The units of each permit are counted twice.
@@ -50,7 +50,7 @@ pub enum Mutant {
     QueuedUnitsNotSummed,
     /// In a store's queue, an upgrade ignores readers that hold the key. Only stores with a queue
     /// use this code. The test of all short queues finds this bug.
-    QueuedUpgradeBesideReaders,
+    QueuedUpgradeAlongsideReaders,
     /// After a forced release, the registries over the same backend do not verify their claims.
     /// Tests with a server find this bug. The simulation does not, because its in-process store
     /// reports each loss.
@@ -75,8 +75,8 @@ impl Mutant {
 
     /// The bugs that the simulation of all modes finds.
     pub const OF_MODES: [Self; 10] = [
-        Self::ReaderBesideWriter,
-        Self::UpgradeBesideReaders,
+        Self::ReaderAlongsideWriter,
+        Self::UpgradeAlongsideReaders,
         Self::UpgradeKeepsToken,
         Self::UnitsCountedTwice,
         Self::UnitsOfDeadHolderKept,
@@ -88,7 +88,7 @@ impl Mutant {
     ];
 
     /// The bugs that the test of all short queues finds.
-    pub const OF_QUEUES: [Self; 2] = [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeBesideReaders];
+    pub const OF_QUEUES: [Self; 2] = [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeAlongsideReaders];
 }
 
 #[cfg(lock_registry_mutants)]

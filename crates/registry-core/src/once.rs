@@ -267,11 +267,11 @@ impl ScheduledJob {
         let mut output = None;
         loop {
             let (guard, mut ticks) = match (self.begin().await?, output) {
-                (Begun::Due(guard, ticks), _) => (guard, ticks),
+                (BeginOutcome::Due(guard, ticks), _) => (guard, ticks),
                 // Another process has run the remaining ticks.
-                (Begun::AlreadyDone(_), Some(output)) => return Ok(Outcome::Ran(Ok(output))),
-                (Begun::AlreadyDone(record), None) => return Ok(record.already_done()),
-                (Begun::Busy, _) => return Ok(Outcome::Busy),
+                (BeginOutcome::AlreadyDone(_), Some(output)) => return Ok(Outcome::Ran(Ok(output))),
+                (BeginOutcome::AlreadyDone(record), None) => return Ok(record.already_done()),
+                (BeginOutcome::Busy, _) => return Ok(Outcome::Busy),
             };
             output = None;
             let mut is_last = false;
@@ -307,18 +307,18 @@ impl ScheduledJob {
     ///
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
-    pub async fn begin(&self) -> Result<Begun, LockError> {
+    pub async fn begin(&self) -> Result<BeginOutcome, LockError> {
         let observed = FailedUnlessEnded::of(&self.lock);
         let begun = self.begin_unobserved().await?;
         match &begun {
-            Begun::Due(..) => observed.forget(),
-            Begun::AlreadyDone(record) => observed.end(TickEnd::AlreadyDone, Some(record.at)),
-            Begun::Busy => observed.end(TickEnd::Busy, None),
+            BeginOutcome::Due(..) => observed.forget(),
+            BeginOutcome::AlreadyDone(record) => observed.end(TickEnd::AlreadyDone, Some(record.at)),
+            BeginOutcome::Busy => observed.end(TickEnd::Busy, None),
         }
         Ok(begun)
     }
 
-    async fn begin_unobserved(&self) -> Result<Begun, LockError> {
+    async fn begin_unobserved(&self) -> Result<BeginOutcome, LockError> {
         if let Schedule::Every(period) = &self.schedule
             && *period < Duration::from_millis(1)
         {
@@ -332,18 +332,18 @@ impl ScheduledJob {
         }
         // Reads without the lock first, because most calls find that the tick is done.
         if let Checked::Done(done) = self.check(&self.lock.read_value().await?)? {
-            return Ok(Begun::AlreadyDone(done));
+            return Ok(BeginOutcome::AlreadyDone(done));
         }
         // Two runs of one owner would otherwise enter the lock together, and run the same tick.
         let options = self.options.clone().owner(&Owner::new());
         let Some(guard) = self.lock.try_lock_with(options).await? else {
-            return Ok(Begun::Busy);
+            return Ok(BeginOutcome::Busy);
         };
         match self.check(&guard.read_value().await?)? {
-            Checked::Due(ticks) => Ok(Begun::Due(guard, ticks)),
+            Checked::Due(ticks) => Ok(BeginOutcome::Due(guard, ticks)),
             Checked::Done(done) => {
                 release(guard).await;
-                Ok(Begun::AlreadyDone(done))
+                Ok(BeginOutcome::AlreadyDone(done))
             }
         }
     }
@@ -432,7 +432,7 @@ enum Checked {
 /// The result of [`ScheduledJob::begin`].
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Begun {
+pub enum BeginOutcome {
     /// Ticks are due, and this process has the lock.
     Due(LockGuard, Ticks),
     /// The tick is done.

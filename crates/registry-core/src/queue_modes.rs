@@ -35,7 +35,7 @@ pub enum QueuePosition {
     TooFewUnits,
     /// The held permits state this number of units, and the claim states another number. The
     /// claim's entry must be removed.
-    OtherUnits(u32),
+    UnitsMismatch(u32),
 }
 
 /// Whether an upgrade can be granted.
@@ -63,7 +63,7 @@ pub fn queue_position(before: &[QueuedEntry], mode: ClaimMode) -> QueuePosition 
             && of != own
             && summary.grants(held)
         {
-            return QueuePosition::OtherUnits(of);
+            return QueuePosition::UnitsMismatch(of);
         }
         summary.add(*entry);
     }
@@ -98,7 +98,7 @@ pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition 
     let granted = granted_entries(entries);
     let is_ignored = |index: usize| {
         entries[index] == QueuedEntry::Claim(ClaimMode::Shared)
-            && mutated(Mutant::QueuedUpgradeBesideReaders)
+            && mutated(Mutant::QueuedUpgradeAlongsideReaders)
     };
     let holds = |&index: &usize| index != own && granted[index] && !is_ignored(index);
     if let Some(other) = (0..entries.len()).rfind(holds) {
@@ -213,13 +213,13 @@ mod tests {
 
     #[test]
     fn permits_are_granted_in_order_while_their_units_fit() {
-        use QueuePosition::{Behind, Granted, OtherUnits, TooFewUnits};
+        use QueuePosition::{Behind, Granted, UnitsMismatch, TooFewUnits};
         for (before, own, expected) in [
             (&[p(2, 5)][..], p(3, 5), Granted),
             (&[p(2, 5)], p(4, 5), TooFewUnits),
             // The second permit waits, and the third permit does not overtake it.
             (&[p(2, 5), p(4, 5)], p(1, 5), TooFewUnits),
-            (&[p(2, 5)], p(1, 4), OtherUnits(5)),
+            (&[p(2, 5)], p(1, 4), UnitsMismatch(5)),
             (&[X, p(2, 5)], p(1, 4), Behind(1)),
             (&[p(u32::MAX, u32::MAX), p(u32::MAX, u32::MAX)], p(1, u32::MAX), TooFewUnits),
         ] {

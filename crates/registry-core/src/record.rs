@@ -293,7 +293,7 @@ impl LockRecord {
     }
 
     /// Removes the entry of `claim`, whether it is granted or waits. Returns the removed entry.
-    /// [`release_of`](Self::release_of) converts it to the response.
+    /// [`release_response`](Self::release_response) converts it to the response.
     pub fn release(&mut self, claim: &Claim) -> Option<RecordEntry> {
         let own = self.entries.iter().position(|entry| entry.id == claim.id())?;
         Some(self.entries.remove(own))
@@ -301,7 +301,7 @@ impl LockRecord {
 
     /// Returns the response to a release that has removed `entry`.
     #[must_use]
-    pub fn release_of(entry: Option<&RecordEntry>, now: u64) -> Release {
+    pub fn release_response(entry: Option<&RecordEntry>, now: u64) -> Release {
         match entry {
             Some(entry) if entry.is_granted() && now < entry.until => Release::Freed,
             _ => Release::NotHeld,
@@ -337,7 +337,7 @@ impl LockRecord {
                 _ => None,
             });
             if let Some(other) = other {
-                return Some(Busy::new().with_other_units(other));
+                return Some(Busy::new().with_units_in_store(other));
             }
         }
         let mut taken = granted().fold(0_u32, |sum, entry| sum.saturating_add(entry.mode.units()));
@@ -348,7 +348,7 @@ impl LockRecord {
             (ClaimMode::Permits { .. }, ClaimMode::Permits { take, of }) => {
                 taken.saturating_add(take) > of
             }
-            (ClaimMode::Exclusive, ClaimMode::Shared) if mutated(Mutant::ReaderBesideWriter) => {
+            (ClaimMode::Exclusive, ClaimMode::Shared) if mutated(Mutant::ReaderAlongsideWriter) => {
                 false
             }
             (_, ClaimMode::Shared) if now < entry.upgrade_until => true,
@@ -384,7 +384,7 @@ impl LockRecord {
 
     /// Records the place of a busy claim, if it queues.
     fn queue(&mut self, own: Option<usize>, claim: &Claim, now: u64, busy: Busy) -> Busy {
-        if busy.other_units.is_some() {
+        if busy.units_in_store.is_some() {
             // The caller gets an error instead of waiting.
             own.map(|own| self.entries.remove(own));
             return busy;
@@ -392,7 +392,7 @@ impl LockRecord {
         let until = after(now, claim.lease());
         if let Some(own) = own {
             self.entries[own].until = until;
-            return busy.with_place();
+            return busy.with_queue_entry();
         }
         let is_shared = |entry: &RecordEntry| entry.mode != ClaimMode::Exclusive;
         let joins = match claim.queueing() {
@@ -408,7 +408,7 @@ impl LockRecord {
             return busy;
         }
         self.entries.push(RecordEntry::new(claim, now));
-        busy.with_place()
+        busy.with_queue_entry()
     }
 
     fn convert<E>(
@@ -419,11 +419,11 @@ impl LockRecord {
         next_token: impl FnOnce() -> Result<FencingToken, E>,
     ) -> Result<Attempt, E> {
         let has_other_grant =
-            self.has_other_grant(claim, now) && !mutated(Mutant::UpgradeBesideReaders);
+            self.has_other_grant(claim, now) && !mutated(Mutant::UpgradeAlongsideReaders);
         let until = after(now, claim.lease());
         let Some(entry) = own.map(|own| &mut self.entries[own]) else { return Ok(Attempt::Gone) };
         let Some(mut token) = entry.token else { return Ok(Attempt::Gone) };
-        let is_late = claim.converted_token().is_some_and(|converted| converted != token);
+        let is_late = claim.token_before_conversion().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
             // The request is late: the grant was upgraded after it was sent, and the holder relies
@@ -447,7 +447,7 @@ impl LockRecord {
                         .with_holder(last.holder(claim.key(), now))
                         .with_retry_after(between(now, last.until))
                 });
-                return Ok(Attempt::Busy(busy.with_place()));
+                return Ok(Attempt::Busy(busy.with_queue_entry()));
             }
             // No other conversion exists. Two shared claims that wait for upgrades would deadlock.
             _ => return Ok(Attempt::Gone),

@@ -75,7 +75,7 @@ impl LeaseRenewer {
                     if let Some(batches) =
                         batches.filter(|batches| batches.remaining_capacity(batch_max) > 0)
                         && let Some(requested_lease) =
-                            Arc::clone(&grant).begin_early_renewal(now, policy.whole_shard)
+                            Arc::clone(&grant).begin_early_renewal(now, policy.renews_whole_shard)
                     {
                         batches.add(&grant, requested_lease, batch_max);
                     }

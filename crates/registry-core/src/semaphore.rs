@@ -18,7 +18,7 @@ use crate::options::LockOptions;
 /// that crashed become free when its leases end. Cloning is cheap.
 ///
 /// All semaphores of a key must state the same number of units. While permits that state another
-/// number are held, an acquisition returns [`LockError::OtherUnits`].
+/// number are held, an acquisition returns [`LockError::UnitsMismatch`].
 #[derive(Clone)]
 pub struct Semaphore {
     lock: DistributedLock,
@@ -45,7 +45,7 @@ impl Semaphore {
     /// Takes one unit, waiting without a time limit.
     ///
     /// # Errors
-    /// As [`DistributedLock::lock`]. [`LockError::OtherUnits`] if the held permits state another
+    /// As [`DistributedLock::lock`]. [`LockError::UnitsMismatch`] if the held permits state another
     /// number of units. [`LockError::Unsupported`], before any I/O, if the store does not support
     /// permits.
     ///

@@ -34,20 +34,20 @@ pub(crate) struct StallDetector(Arc<StallDetectorShared>);
 
 #[derive(Default)]
 struct StallDetectorShared {
-    registrations: Mutex<Registrations>,
+    registrations: Mutex<CheckedObjects>,
     changed: Notify,
 }
 
 #[derive(Default)]
-struct Registrations {
-    by_id: BTreeMap<u64, Registration>,
+struct CheckedObjects {
+    by_id: BTreeMap<u64, CheckedObject>,
     next_id: u64,
     /// The time between two rounds of checks. `None` while the task waits for a registration.
     round_interval: Option<Duration>,
     stopped: bool,
 }
 
-struct Registration {
+struct CheckedObject {
     object: Weak<dyn StallCheck>,
     check_interval: Duration,
     next_check_at: Moment,
@@ -63,7 +63,7 @@ impl StallDetector {
         registrations.next_id += 1;
         // The first round sets the time of the next check, so that the caller need not read the
         // clock.
-        let registration = Registration { object, check_interval, next_check_at: Moment::PAST };
+        let registration = CheckedObject { object, check_interval, next_check_at: Moment::PAST };
         registrations.by_id.insert(id, registration);
         let shortens_round =
             registrations.round_interval.is_none_or(|interval| check_interval < interval);
@@ -121,7 +121,7 @@ impl StallDetector {
         due
     }
 
-    fn registrations(&self) -> MutexGuard<'_, Registrations> {
+    fn registrations(&self) -> MutexGuard<'_, CheckedObjects> {
         self.0.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -199,7 +199,7 @@ impl EtcdBackend {
         let mut old_predecessor = entry.predecessor.take();
         let predecessor = match position {
             QueuePosition::Granted => None,
-            QueuePosition::OtherUnits(_) => {
+            QueuePosition::UnitsMismatch(_) => {
                 let busy = busy_in(claim, before, position);
                 return self.withdraw(entry_guard, entry, busy).await;
             }
@@ -217,7 +217,7 @@ impl EtcdBackend {
             let mut predecessor = Predecessor::new(before[index].clone(), snapshot.revision)
                 .with_scope(scope)
                 .with_watch_from(old_predecessor.as_mut());
-            let busy = busy_in(claim, before, position).with_place();
+            let busy = busy_in(claim, before, position).with_queue_entry();
             predecessor.last_busy = Some((busy.clone(), Moment::now()));
             entry.predecessor = Some(predecessor);
             **entry_guard = Some(entry);
@@ -308,7 +308,7 @@ impl EtcdBackend {
         let QueueSnapshot { entries, revision, .. } = QueueSnapshot::decode(&mut results)?;
         let blocking = match queue_position(&modes(&entries), claim.mode()) {
             QueuePosition::Behind(nearest) => Some((nearest, WatchScope::Change)),
-            QueuePosition::TooFewUnits | QueuePosition::OtherUnits(_) => {
+            QueuePosition::TooFewUnits | QueuePosition::UnitsMismatch(_) => {
                 Some((entries.len().saturating_sub(1), WatchScope::DeletionInQueue))
             }
             QueuePosition::Granted => None,
@@ -381,7 +381,7 @@ impl EtcdBackend {
         };
         let is_request = |it: &&KeyValue| EntryRecord::of(it).is_request_of(claim.id());
         let request = snapshot.entries.iter().find(is_request);
-        let converted = claim.converted_token().map(|token| token.get());
+        let converted = claim.token_before_conversion().map(|token| token.get());
         let is_late = converted.is_some_and(|converted| u64::try_from(token) != Ok(converted));
         let record = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted && request.is_none() => {
@@ -489,7 +489,7 @@ impl EtcdBackend {
                 let reader = &snapshot.entries[reader];
                 let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
                 upgrade.reader = Some(predecessor.with_watch_from(old_reader.as_mut()));
-                let busy = busy_with_holder(claim, reader).with_place();
+                let busy = busy_with_holder(claim, reader).with_queue_entry();
                 return Ok(Conversion::Busy(busy.with_mark(mark_of(reader))));
             }
         };
@@ -625,7 +625,7 @@ fn busy_in(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy 
         None => Busy::new(),
     };
     match position {
-        QueuePosition::OtherUnits(of) => busy.with_other_units(of),
+        QueuePosition::UnitsMismatch(of) => busy.with_units_in_store(of),
         QueuePosition::Behind(nearest) => busy.with_mark(mark_of(&before[nearest])),
         _ => busy.with_mark(before.last().map_or(0, mark_of)),
     }

@@ -469,7 +469,7 @@ impl EtcdBackend {
                 let busy = first_entry
                     .map_or_else(Busy::new, |first_entry| busy_with_holder(claim, first_entry));
                 let mark = u64::try_from(predecessor.create_revision).unwrap_or(0);
-                let busy = busy.with_place().with_mark(mark);
+                let busy = busy.with_queue_entry().with_mark(mark);
                 predecessor.last_busy = first_entry.map(|_| (busy.clone(), Moment::now()));
                 Ok(Attempt::Busy(busy))
             }

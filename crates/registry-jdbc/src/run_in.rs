@@ -3,7 +3,7 @@
 
 use std::future::Future;
 
-use registry_core::once::{Begun, Outcome, ScheduledJob, Tick};
+use registry_core::once::{BeginOutcome, Outcome, ScheduledJob, Tick};
 use registry_core::{FencingToken, LockError, LockGuard};
 use sqlx::{Database, Transaction};
 
@@ -125,11 +125,11 @@ where
     LockGuard: Fence<DB>,
 {
     let (guard, mut ticks) = match job.begin().await? {
-        Begun::Due(guard, ticks) => (guard, ticks),
-        Begun::AlreadyDone(record) => return Ok(record.already_done()),
+        BeginOutcome::Due(guard, ticks) => (guard, ticks),
+        BeginOutcome::AlreadyDone(record) => return Ok(record.already_done()),
         _ => return Ok(Outcome::Busy),
     };
-    // `Begun::Due` contains at least one tick, so this error is never returned.
+    // `BeginOutcome::Due` contains at least one tick, so this error is never returned.
     let tick = ticks.next().ok_or(LockError::Closed)?;
     guard.fence(transaction).await?;
     let record = ticks.record(&guard, &tick);

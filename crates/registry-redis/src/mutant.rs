@@ -12,18 +12,18 @@ use std::borrow::Cow;
 #[non_exhaustive]
 pub enum Mutant {
     /// The store reports a refused renewal as `Renewal::Gone`.
-    RefusalCountsAsGone = 1,
+    RefusedRenewalReportedAsGone = 1,
 }
 
 impl Mutant {
     /// All planted bugs.
-    pub const ALL: [Self; 1] = [Self::RefusalCountsAsGone];
+    pub const ALL: [Self; 1] = [Self::RefusedRenewalReportedAsGone];
 }
 
-/// Returns the renewal script, with the bug if `Mutant::RefusalCountsAsGone` is enabled.
+/// Returns the renewal script, with the bug if `Mutant::RefusedRenewalReportedAsGone` is enabled.
 pub(crate) fn renew_script(script: &'static str) -> Cow<'static, str> {
     const EXPECTED: &str = "not is_read and not is_wrong_type(claim_or_failure)";
-    if !is_enabled(Mutant::RefusalCountsAsGone) {
+    if !is_enabled(Mutant::RefusedRenewalReportedAsGone) {
         return Cow::Borrowed(script);
     }
     assert!(script.contains(EXPECTED), "the renewal script does not contain `{EXPECTED}`");

@@ -86,7 +86,7 @@ async fn run_conversion(
         }
         let Some(node) = &state.node else { return Ok(Conversion::Lost) };
         let NodeGrant { mode, token } = node.grant;
-        let converted = claim.converted_token();
+        let converted = claim.token_before_conversion();
         let is_late = converted.is_some_and(|converted| i64::from(converted) != token);
         let is_done = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {
@@ -142,7 +142,7 @@ async fn upgrade(
         },
         Some(upgrade) => {
             if is_blocked_as_before(session, upgrade.reader.as_ref()).await? {
-                return Ok(Upgrade::Busy(Busy::new().with_place()));
+                return Ok(Upgrade::Busy(Busy::new().with_queue_entry()));
             }
             read_children_or_empty(session, entry).await?.names
         }
@@ -184,7 +184,7 @@ async fn upgrade(
                 watch_blockers(session, dir, names, &entry.key, blockers, watched).await?;
             let Some((watched, holder)) = watched else { return Ok(Upgrade::Retry) };
             upgrade.reader = Some(watched);
-            let busy = Busy::new().with_place();
+            let busy = Busy::new().with_queue_entry();
             return Ok(Upgrade::Busy(match holder {
                 Some(holder) => busy.with_holder(holder),
                 None => busy,

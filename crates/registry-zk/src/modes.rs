@@ -34,7 +34,7 @@ pub(crate) enum Blockers {
     /// These nodes before the claim's own. The claim is not granted while they exist unchanged.
     Nodes(Vec<Blocker>),
     /// The holders' permits state this total of units, and the claim states another total.
-    OtherUnits(u32),
+    UnitsMismatch(u32),
     /// A node was deleted after the queue was listed.
     Changed,
 }
@@ -78,7 +78,7 @@ pub(crate) async fn find_blockers(
     loop {
         let nearest = match queue_position(&entries, mode) {
             QueuePosition::Granted => return Ok(Blockers::None),
-            QueuePosition::OtherUnits(of) => return Ok(Blockers::OtherUnits(of)),
+            QueuePosition::UnitsMismatch(of) => return Ok(Blockers::UnitsMismatch(of)),
             QueuePosition::TooFewUnits => {
                 return Ok(Blockers::unread(units_before(&entries, mode)));
             }

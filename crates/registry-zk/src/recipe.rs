@@ -124,7 +124,7 @@ async fn run_attempt(
     }
     // The queue changes faster than this client reads it. Without watched nodes,
     // `wait_for_blockers` returns at once.
-    Ok(Attempt::Busy(Busy::new().with_place()))
+    Ok(Attempt::Busy(Busy::new().with_queue_entry()))
 }
 
 /// Creates the claim's node unless it exists, reads the queue, and decides on the claim.
@@ -148,7 +148,7 @@ async fn run_step(
             None => return Ok(Step::Retry),
         }
     } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
-        return Ok(Step::Done(Attempt::Busy(Busy::new().with_place())));
+        return Ok(Step::Done(Attempt::Busy(Busy::new().with_queue_entry())));
     } else {
         read_children_or_empty(session, entry).await?
     };
@@ -188,9 +188,9 @@ async fn run_step(
             state.blockers = None;
             Ok(Step::QueueChanged)
         }
-        Blockers::OtherUnits(held_total) => {
+        Blockers::UnitsMismatch(held_total) => {
             delete_nodes(session, state).await?;
-            Ok(Step::Done(Attempt::Busy(Busy::new().with_other_units(held_total))))
+            Ok(Step::Done(Attempt::Busy(Busy::new().with_units_in_store(held_total))))
         }
     }
 }
@@ -247,7 +247,7 @@ async fn wait_or_withdraw(
     let watched = watch_blockers(session, dir, before, &entry.key, blockers, watched).await?;
     let Some((watched, holder)) = watched else { return Ok(Step::QueueChanged) };
     state.blockers = Some(watched);
-    let busy = Busy::new().with_place();
+    let busy = Busy::new().with_queue_entry();
     Ok(Step::Done(Attempt::Busy(match holder {
         Some(holder) => busy.with_holder(holder),
         None => busy,

@@ -117,7 +117,7 @@ async fn try_grant_head(
         is_complete: true,
         verified_at: Moment::now(),
     });
-    Ok(SemaphoreAttempt::Busy(Busy::new().with_place()))
+    Ok(SemaphoreAttempt::Busy(Busy::new().with_queue_entry()))
 }
 
 /// Returns whether the units of a claim are free if this number of units is taken.

@@ -186,10 +186,10 @@ fn plain_threads_share_the_units_of_a_semaphore() {
     assert!(other.try_acquire_with(2, LockOptions::new()).unwrap().is_none());
     let taken = other.holders().unwrap().iter().map(|holder| holder.mode.units()).sum::<u32>();
     assert_eq!((taken, other.units(), other.key()), (8, 8, "k"));
-    let other_units = remote.semaphore("k", 9).acquire();
+    let units_in_store = remote.semaphore("k", 9).acquire();
     assert!(
-        matches!(other_units, Err(LockError::OtherUnits { stated: 9, held: 8, .. })),
-        "{other_units:?}"
+        matches!(units_in_store, Err(LockError::UnitsMismatch { stated: 9, held: 8, .. })),
+        "{units_in_store:?}"
     );
     for permit in permits {
         permit.unlock().unwrap();

@@ -53,7 +53,7 @@ impl LockBackend for LateAcquireBackend {
             drop(inner.try_acquire(&claim).await);
         });
         let error = BackendError::transient("the connection broke on purpose");
-        Err(if self.is_stale { error.on_stale_connection() } else { error })
+        Err(if self.is_stale { error.as_stale_connection() } else { error })
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {

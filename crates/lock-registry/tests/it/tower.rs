@@ -186,6 +186,6 @@ async fn a_semaphore_limits_the_requests_that_run_at_once() {
     registry.idle().await;
     let permit = registry.semaphore("a", 3).acquire().await.unwrap();
     let error = call(service, "a").await.unwrap_err();
-    assert!(matches!(error, LockServiceError::Lock(LockError::OtherUnits { .. })), "{error:?}");
+    assert!(matches!(error, LockServiceError::Lock(LockError::UnitsMismatch { .. })), "{error:?}");
     permit.unlock().await.unwrap();
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use lock_registry::election::Vacancy;
-use lock_registry::once::{Begun, DoneRecord, Job, ScheduledJob, Tick, Ticks};
+use lock_registry::once::{BeginOutcome, DoneRecord, Job, ScheduledJob, Tick, Ticks};
 use lock_registry::{LockError, LockRegistryExt as _, Registry};
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -89,14 +89,14 @@ impl OnceCommand {
             signal = signals.next_termination() => return Ok(OnceOutcome::Signal(signal)),
         };
         match begun {
-            Begun::Due(guard, mut ticks) => {
+            BeginOutcome::Due(guard, mut ticks) => {
                 // At least one tick is due.
                 let tick = ticks.next().ok_or(LockError::Closed)?;
                 let counts_failures = self.counts_failures;
                 let recording = Recording::Tick { ticks, tick, counts_failures };
                 return Ok(OnceOutcome::Due(HeldLock::single(guard), recording));
             }
-            Begun::AlreadyDone(record) => report_done(output, key, &record),
+            BeginOutcome::AlreadyDone(record) => report_done(output, key, &record),
             _ => output.notice(
                 "busy",
                 &format!("{} is not run: another process holds its lock", printable(key)),

@@ -137,7 +137,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
 }
 
 /// A forced release ends the grant and leaves the queue unchanged. `inspect` returns no waiters.
-pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
+pub async fn a_forced_release_keeps_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));

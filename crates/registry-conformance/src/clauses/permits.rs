@@ -52,7 +52,7 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
     for take in [3, 4, 5] {
         let busy = assert_busy(&*second, &context.claim(permit(take, 5))).await;
         assert!(!busy.is_queued, "a claim that skips the queue has a place: {busy:?}");
-        assert_eq!(busy.other_units, None);
+        assert_eq!(busy.units_in_store, None);
     }
     let fitting = context.held_in(&*second, permit(2, 5)).await;
     assert_busy(&*second, &context.claim(permit(1, 5))).await;
@@ -191,14 +191,14 @@ pub async fn another_number_of_units_is_reported_while_permits_are_held(context:
         for queueing in [Queueing::Skip, Queueing::ExclusiveIntent, Queueing::Join] {
             let other = context.claim(permit(1, of)).with_queueing(queueing);
             let busy = assert_busy(&*second, &other).await;
-            assert_eq!(busy.other_units, Some(5), "{busy:?}");
+            assert_eq!(busy.units_in_store, Some(5), "{busy:?}");
         }
     }
     let same = context.held_in(&*second, permit(4, 5)).await;
     assert_freed(&*second, &same).await;
     assert_freed(&*first, &held).await;
     let other = context.held_in(&*second, permit(2, 4)).await;
-    assert_eq!(assert_busy(&*first, &context.claim(permit(1, 5))).await.other_units, Some(4));
+    assert_eq!(assert_busy(&*first, &context.claim(permit(1, 5))).await.units_in_store, Some(4));
     assert_freed(&*second, &other).await;
 }
 
@@ -210,7 +210,7 @@ pub async fn permits_and_writers_exclude_each_other(context: &TestContext) {
     assert_freed(&*first, &held).await;
     let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
     let busy = assert_busy(&*first, &context.claim(permit(1, 3))).await;
-    assert_eq!(busy.other_units, None, "an exclusive claim states no units");
+    assert_eq!(busy.units_in_store, None, "an exclusive claim states no units");
     assert_freed(&*second, &writer).await;
     assert!(is_free(&*first, writer.key()).await, "a released claim holds the key");
 }
@@ -449,7 +449,7 @@ pub async fn units_out_of_range_are_refused_before_any_request(context: &TestCon
     assert_eq!(faulty.requests(), 0, "a request was sent");
 }
 
-/// Semaphores of one key that state different numbers of units return `LockError::OtherUnits` with
+/// Semaphores of one key that state different numbers of units return `LockError::UnitsMismatch` with
 /// both numbers while a permit is held, with and without a wait. Afterwards, the other number
 /// works.
 pub async fn another_number_of_units_is_an_error(context: &TestContext) {
@@ -752,7 +752,7 @@ fn assert_invalid<T: std::fmt::Debug>(result: Result<T, LockError>) {
 
 fn assert_other_units<T: std::fmt::Debug>(result: Result<T, LockError>, ours: u32, theirs: u32) {
     match result {
-        Err(LockError::OtherUnits { key, stated, held, .. }) => {
+        Err(LockError::UnitsMismatch { key, stated, held, .. }) => {
             assert_eq!((key.as_str(), stated, held), ("orders:42", ours, theirs));
         }
         other => panic!("another number of units is reported as {other:?}"),

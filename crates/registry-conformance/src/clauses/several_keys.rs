@@ -132,7 +132,7 @@ pub async fn tokens_of_several_keys_increase(context: &TestContext) {
 
 /// A release of several claims returns the outcome of each claim. A claim that holds nothing does
 /// not affect the others, and a successor keeps its key.
-pub async fn claims_of_several_keys_are_released_by_themselves(context: &TestContext) {
+pub async fn claims_of_several_keys_are_released_independently(context: &TestContext) {
     let client = context.client().await;
     let claims = claims(context);
     acquire_all(&*client, &claims).await.expect("all keys are free");

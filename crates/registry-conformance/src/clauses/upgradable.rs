@@ -959,7 +959,7 @@ async fn upgradable(
 
 /// Returns the request that changes the mode of `grant`, as the engine sends it.
 fn conversion(claim: &Claim, grant: Grant, to: ClaimMode) -> Claim {
-    claim.clone().converted_to(to).of_grant(grant.token)
+    claim.clone().converted_to(to).restricted_to_grant(grant.token)
 }
 
 /// Asserts that the grant of `conversion` has ended.

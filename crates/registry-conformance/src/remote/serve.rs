@@ -98,14 +98,14 @@ mod tests {
                     .with_token_block(7)
                     .with_label(Some("host:1".into()));
                 let conversion = claim.clone().converted_to(mode);
-                let conversion = conversion.of_grant(FencingToken::new(9).unwrap());
+                let conversion = conversion.restricted_to_grant(FencingToken::new(9).unwrap());
                 for claim in [claim, conversion] {
                     let request = BackendRequest::Acquire(claim);
                     assert_eq!(round_trip(&request), request);
                 }
             }
             let holder = Holder::new(key.clone()).with_mode(mode);
-            let busy = Busy::new().with_holder(holder).with_place().with_other_units(3);
+            let busy = Busy::new().with_holder(holder).with_queue_entry().with_units_in_store(3);
             for reply in [Attempt::Busy(busy), Attempt::Gone] {
                 assert_eq!(round_trip(&reply), reply);
             }

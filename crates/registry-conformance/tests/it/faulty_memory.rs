@@ -40,7 +40,7 @@ impl Store for FaultyStore {
         Arc::new(FaultyBackend::new(Arc::new(self.store.clone()), tolerated_faults(seed)))
     }
 
-    fn faithful(&self) -> bool {
+    fn fault_free(&self) -> bool {
         false
     }
 }
@@ -77,7 +77,7 @@ mod seed_1 {
         harness = FaultyHarness { seed: 1_000 },
         runs = 233,
         skips = 202,
-        without = [faithful, fair, namespaces, restart, wipe, remote],
+        without = [fault_free, fair, namespaces, restart, wipe, remote],
     }
 }
 
@@ -88,6 +88,6 @@ mod seed_2 {
         harness = FaultyHarness { seed: 2_000 },
         runs = 233,
         skips = 202,
-        without = [faithful, fair, namespaces, restart, wipe, remote],
+        without = [fault_free, fair, namespaces, restart, wipe, remote],
     }
 }

@@ -74,7 +74,7 @@ fn wrong_numbers_are_found() {
 fn a_feature_of_the_store_must_not_be_skipped() {
     let (runs, skips) = numbers();
     for feature in
-        ["fencing", "wakes", "reports_invalidations", "labels", "inspect", "faithful", "handoff"]
+        ["fencing", "wakes", "reports_invalidations", "labels", "inspect", "fault_free", "handoff"]
     {
         let mut without = WITHOUT.to_vec();
         without.push(feature);

@@ -121,7 +121,7 @@ impl ModesBackend {
     /// Returns the request that the store executes instead of `claim`.
     fn requested(&self, claim: &Claim, record: &LockRecord) -> Claim {
         let claim = claim.clone();
-        let other_units = record.entries().iter().find_map(|entry| match entry.mode {
+        let units_in_store = record.entries().iter().find_map(|entry| match entry.mode {
             ClaimMode::Permits { of, .. } if entry.is_granted() => Some(of),
             _ => None,
         });
@@ -136,7 +136,7 @@ impl ModesBackend {
                 claim.with_mode(ClaimMode::Permits { take, of: of + 1 })
             }
             (ModeBug::OtherUnitsAreAccepted, ClaimMode::Permits { take, of }) => {
-                claim.with_mode(ClaimMode::Permits { take, of: other_units.unwrap_or(of) })
+                claim.with_mode(ClaimMode::Permits { take, of: units_in_store.unwrap_or(of) })
             }
             (ModeBug::LateConversionWeakens, mode) if claim.is_conversion() => {
                 Claim::new(claim.key().clone(), claim.lease())
@@ -235,7 +235,7 @@ impl ModesBackend {
                 return self.acquire(record, &fresh);
             }
             Attempt::Busy(busy) if self.has(ModeBug::OtherUnitsArePlainlyBusy) => {
-                busy.other_units = None;
+                busy.units_in_store = None;
             }
             Attempt::Granted(grant) if self.has(ModeBug::ConversionKeepsLease) => {
                 grant.lease = lease_before.unwrap_or(grant.lease);
@@ -364,7 +364,7 @@ impl LockBackend for ModesBackend {
                 *record = LockRecord::new();
             }
             self.wake(record, false);
-            LockRecord::release_of(entry.as_ref(), self.now())
+            LockRecord::release_response(entry.as_ref(), self.now())
         }))
     }
 

@@ -130,7 +130,7 @@ async fn permits_never_exceed_the_units_and_return_one_by_one() {
     let third = waiting.await.unwrap().unwrap();
     assert!(third.fencing_token() > one.fencing_token());
     let error = b.semaphore("k", 4).acquire().await.unwrap_err();
-    assert!(matches!(error, LockError::OtherUnits { stated: 4, held: 3, .. }), "{error}");
+    assert!(matches!(error, LockError::UnitsMismatch { stated: 4, held: 3, .. }), "{error}");
     assert!(matches!(first.acquire_many(4).await, Err(LockError::InvalidOption(_))));
     drop((one, third));
     first.resize(1).await.unwrap();
@@ -296,7 +296,7 @@ async fn a_lock_that_a_late_upgrade_has_changed_is_released_when_a_downgrade_fai
     let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
     let guard = registry.obtain("k").upgradable().await.unwrap();
     let late = guard.claim().clone().converted_to(ClaimMode::Exclusive);
-    acquire(&store, &late.of_grant(guard.fencing_token())).await;
+    acquire(&store, &late.restricted_to_grant(guard.fencing_token())).await;
     let downgraded = guard.downgrade().await;
     assert!(matches!(downgraded, Err(LockError::Lost { .. })), "{downgraded:?}");
     registry.idle().await;

@@ -148,7 +148,7 @@ impl<D: Dialect> SqlClient<D> {
                         // The server may have executed the request, so the engine decides about a
                         // retry.
                         let is_stale = was_idle && !reconnect;
-                        return Err(if is_stale { error.on_stale_connection() } else { error });
+                        return Err(if is_stale { error.as_stale_connection() } else { error });
                     }
                     reconnect = true;
                     is_unknown = !error.refused();

@@ -410,7 +410,7 @@ impl<D: Dialect> LeaseTable<D> {
                 if written.claim.is_none() {
                     self.recently_released.insert(self.row_id(claim.key()));
                 }
-                return Ok(LockRecord::release_of(Some(&entry), stored.now()));
+                return Ok(LockRecord::release_response(Some(&entry), stored.now()));
             }
         }
         Err(self.conflict_error().await)

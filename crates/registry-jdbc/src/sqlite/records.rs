@@ -140,7 +140,7 @@ impl SqliteBackend {
                 new.block = new.block.min(i64::from(claim.token_block()));
             }
             if self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
-                return Ok(LockRecord::release_of(Some(&entry), now));
+                return Ok(LockRecord::release_response(Some(&entry), now));
             }
         }
         Err(self.too_many_changes())

@@ -132,15 +132,15 @@ seeded_bugs! {
 seeded_bugs! {
     simulate_modes:
     a_reader_beside_a_writer_is_found_by_its_tokens:
-        ReaderBesideWriter by token_order as HoldersFollowTokens;
+        ReaderAlongsideWriter by token_order as HoldersFollowTokens;
     a_reader_beside_a_writer_is_found_by_its_guards:
-        ReaderBesideWriter by validity as ValidGuardsAreCompatible;
+        ReaderAlongsideWriter by validity as ValidGuardsAreCompatible;
     two_upgradable_holders_are_found:
         TwoUpgradable by validity as ValidGuardsAreCompatible;
     an_upgrade_beside_readers_is_found_by_its_tokens:
-        UpgradeBesideReaders by token_order as HoldersFollowTokens;
+        UpgradeAlongsideReaders by token_order as HoldersFollowTokens;
     an_upgrade_beside_readers_is_found_by_its_guards:
-        UpgradeBesideReaders by validity as ValidGuardsAreCompatible;
+        UpgradeAlongsideReaders by validity as ValidGuardsAreCompatible;
     an_upgrade_that_keeps_its_token_is_found:
         UpgradeKeepsToken by token_order as HoldersFollowTokens;
 }

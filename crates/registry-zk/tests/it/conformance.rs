@@ -43,7 +43,7 @@ impl<S: Servers> SharedServers for Shared<S> {
     }
 
     fn lacks(&self) -> &[Need] {
-        &[Need::Wipe, Need::Roaming]
+        &[Need::Wipe, Need::GrantsOutliveClient]
     }
 
     fn applies(&self, clause: &Clause) -> bool {

@@ -37,9 +37,9 @@ pub(crate) enum SimulatedBug {
     /// writes.
     FencesByNewestWriteOnly,
     OutageReportedAsBusy,
-    ReaderBesideWriter,
+    ReaderAlongsideWriter,
     TwoUpgradable,
-    UpgradeBesideReaders,
+    UpgradeAlongsideReaders,
     UpgradeKeepsToken,
     /// A permit is granted if its own units fit, whatever other permits have taken.
     UnitsNotSummed,
@@ -284,9 +284,9 @@ impl SimulatedLock {
             return others().all(|(.., held)| held.units() > 0) && sum <= of;
         }
         let is_ignored = |held: ClaimMode| match self.bug {
-            Some(SimulatedBug::ReaderBesideWriter) => mode == ClaimMode::Shared,
+            Some(SimulatedBug::ReaderAlongsideWriter) => mode == ClaimMode::Shared,
             Some(SimulatedBug::TwoUpgradable) => held == mode && mode == ClaimMode::Upgradable,
-            Some(SimulatedBug::UpgradeBesideReaders) => own.is_some(),
+            Some(SimulatedBug::UpgradeAlongsideReaders) => own.is_some(),
             _ => false,
         };
         others().all(|(.., held)| held.is_compatible(mode) || is_ignored(*held))

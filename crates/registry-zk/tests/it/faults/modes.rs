@@ -82,7 +82,7 @@ async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
         grant(&other, &reader).await;
         assert_eq!(other.release(&reader).await.unwrap(), Release::Freed);
         for mode in [ClaimMode::Exclusive, ClaimMode::Shared] {
-            let conversion = held.clone().converted_to(mode).of_grant(last.token);
+            let conversion = held.clone().converted_to(mode).restricted_to_grant(last.token);
             proxy.set_mode(ProxyMode::CutAfter { reply_bytes }).await.unwrap();
             let mut converted = within(LONG, client.try_acquire(&conversion)).await;
             errors += usize::from(converted.is_err());
@@ -117,7 +117,7 @@ fn queued_claim(mode: ClaimMode) -> Claim {
 
 /// Converts a held claim to another mode, and returns the grant.
 async fn convert(client: &ZkBackend, held: &Claim, token: FencingToken, to: ClaimMode) -> Grant {
-    grant(client, &held.clone().converted_to(to).of_grant(token)).await
+    grant(client, &held.clone().converted_to(to).restricted_to_grant(token)).await
 }
 
 /// Asserts that `claim` is granted with a token larger than `last`, that a repeated attempt returns
@@ -258,7 +258,7 @@ async fn tokens_after_an_upgrade_need_the_right_to_write_the_nodes_of_locks() {
     let token = grant(&first, &held).await.token;
     let writer = queued_claim(ClaimMode::Exclusive);
     assert_busy(&second, &writer).await;
-    let upgrade = held.clone().converted_to(ClaimMode::Exclusive).of_grant(token);
+    let upgrade = held.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(token);
     set_rights(&operator, read_only).await;
     let error = first.try_acquire(&upgrade).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{error:?}");
@@ -468,7 +468,7 @@ async fn a_claim_with_replaced_data_excludes_readers_and_is_not_converted() {
         let name = nodes(&operator).await.remove(0);
         operator.set_data(&format!("{LOCK}/{name}"), b"__REVOKE__", None).await.unwrap();
         assert_busy(&other, &claim(ClaimMode::Shared)).await;
-        let conversion = held.clone().converted_to(to).of_grant(granted.token);
+        let conversion = held.clone().converted_to(to).restricted_to_grant(granted.token);
         let error = holding.try_acquire(&conversion).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Protocol, "{error:?}");
         assert_busy(&other, &claim(ClaimMode::Shared)).await;
@@ -494,13 +494,13 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     grant(&second, &reader).await;
     let upgradable = claim(ClaimMode::Upgradable);
     let granted = grant(&first, &upgradable).await;
-    let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).of_grant(granted.token);
+    let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(granted.token);
     assert_busy(&first, &upgrade).await;
     assert_busy(&second, &claim(ClaimMode::Shared)).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
     let upgraded = grant(&first, &upgrade).await;
     assert_busy(&second, &claim(ClaimMode::Shared)).await;
-    let downgrade = upgradable.clone().converted_to(ClaimMode::Upgradable).of_grant(upgraded.token);
+    let downgrade = upgradable.clone().converted_to(ClaimMode::Upgradable).restricted_to_grant(upgraded.token);
     grant(&first, &downgrade).await;
     grant(&second, &reader).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
@@ -508,7 +508,7 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     // upgrade would not detect that. The upgrade is therefore refused.
     let writer = claim(ClaimMode::Exclusive).with_queueing(Queueing::Join);
     assert_busy(&second, &writer).await;
-    let upgrade = upgrade.of_grant(upgraded.token);
+    let upgrade = upgrade.restricted_to_grant(upgraded.token);
     let error = first.try_acquire(&upgrade).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
     assert_eq!(first.release(&upgradable).await.unwrap(), Release::Freed);
