@@ -1,6 +1,6 @@
-//! Eight processes update one account under a lock by reading, waiting and writing. Holders of the
-//! lock are suspended for longer than their lease. With the fence no update is lost. Without it
-//! some are lost, although every process has acquired the lock.
+//! Eight processes update one account by reading, waiting and writing under a lock. Holders of the
+//! lock are suspended for longer than their lease. With a fenced transaction no update is lost.
+//! Without the fence some are lost, although every process has acquired the lock.
 
 use std::env;
 use std::io::BufRead;
@@ -26,10 +26,10 @@ use crate::server::{
 const WRITERS: usize = 8;
 /// Short, because each suspension exceeds the lease.
 const LEASE: Duration = Duration::from_millis(600);
-const ANSWER_LIMIT: Duration = Duration::from_millis(300);
+const RESPONSE_TIMEOUT: Duration = Duration::from_millis(300);
 /// The number of suspended holders per round.
-const PAUSES: usize = 4;
-/// The number of rounds of a test. The measurement has [more](MANY_ROUNDS).
+const PAUSES_PER_ROUND: usize = 4;
+/// The number of rounds of a test. The measurement runs [more](MANY_ROUNDS).
 const ROUNDS: usize = 3;
 const MANY_ROUNDS: usize = 20;
 const KEY: &str = "account/1";
@@ -54,28 +54,32 @@ fn a_writer_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let round = runtime.block_on(async {
-        let opening = OpenOptions { connections: 2, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT };
-        let builder = Registry::builder(backend_with(&url, opening).await).lease(LEASE);
-        let registry = builder.timeout(ANSWER_LIMIT).build().unwrap();
-        work(&registry, AccountConnection::connect(&url).await).await
+        let open_options = OpenOptions {
+            connections: 2,
+            busy_timeout: RESPONSE_TIMEOUT / 2,
+            response_timeout: RESPONSE_TIMEOUT,
+        };
+        let builder = Registry::builder(backend_with(&url, open_options).await).lease(LEASE);
+        let registry = builder.timeout(RESPONSE_TIMEOUT).build().unwrap();
+        run_writer(&registry, AccountConnection::connect(&url).await).await
     });
     println!("\ncounted {} {}", round.committed, round.stopped);
     std::process::exit(0);
 }
 
-async fn work(registry: &Registry, mut account: AccountConnection) -> Round {
+async fn run_writer(registry: &Registry, mut account: AccountConnection) -> Round {
     let is_fenced = env::var(FENCE_VARIABLE).unwrap() == "yes";
     let name = env::var(NAME_VARIABLE).unwrap();
-    let is_over = Arc::new(AtomicBool::new(false));
-    let over = Arc::clone(&is_over);
+    let is_stopped = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&is_stopped);
     // A line of input or its end stops the writer.
     std::thread::spawn(move || {
         drop(std::io::stdin().lock().read_line(&mut String::new()));
-        over.store(true, Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
     });
     let lock = registry.obtain(KEY);
     let mut round = Round::default();
-    while !is_over.load(Ordering::Relaxed) {
+    while !is_stopped.load(Ordering::Relaxed) {
         let options = LockOptions::new().wait(LEASE).label(&*name);
         // While a fenced transaction is suspended, no caller is granted the lock, and calls return
         // errors.
@@ -106,7 +110,7 @@ impl AccountConnection {
     }
 
     async fn add_one(&mut self, guard: &LockGuard, is_fenced: bool) -> Result<(), FenceError> {
-        // A macro, because the two connection types have no common trait that fits.
+        // A macro, because no common trait of the two connection types permits these calls.
         macro_rules! add_one {
             ($connection:expr) => {{
                 let connection = $connection;
@@ -115,17 +119,17 @@ impl AccountConnection {
                     .await
                     .unwrap();
                 // Most suspensions happen here.
-                think(20).await;
+                sleep_randomly(20).await;
                 let mut transaction = connection.begin().await.unwrap();
                 if is_fenced && let Err(error) = guard.fence(&mut transaction).await {
                     transaction.rollback().await.unwrap();
                     return Err(error);
                 }
-                think(5).await;
+                sleep_randomly(5).await;
                 let update = format!("UPDATE account SET balance = {}", balance + 1);
                 let update = sqlx::query(AssertSqlSafe(update)).persistent(false);
                 update.execute(&mut *transaction).await.unwrap();
-                think(5).await;
+                sleep_randomly(5).await;
                 transaction.commit().await.unwrap();
             }};
         }
@@ -137,12 +141,12 @@ impl AccountConnection {
     }
 }
 
-/// Waits for a random time, so that suspensions happen at every step.
-async fn think(millis_max: u64) {
+/// Sleeps for a random time, so that suspensions occur at every step.
+async fn sleep_randomly(millis_max: u64) {
     sleep(Duration::from_millis(fastrand::u64(1..=millis_max))).await;
 }
 
-async fn open_account(kind: ServerKind) -> Server {
+async fn start_server(kind: ServerKind) -> Server {
     let server = kind.start().await;
     // The first backend creates the tables.
     drop(backend(&server.url()).await);
@@ -152,34 +156,34 @@ async fn open_account(kind: ServerKind) -> Server {
 }
 
 /// Runs the writers, and suspends one after the other while it holds the lock.
-async fn round(server: &Server, is_fenced: bool) -> Round {
+async fn run_round(server: &Server, is_fenced: bool) -> Round {
     server.sql("UPDATE account SET balance = 0").await.unwrap();
     let watcher = backend_with_long_timeouts(&server.url(), LockMode::Lease).await;
     let key = Key::new(KEY).unwrap();
-    let writer = |name: usize| {
+    let spawn_writer = |number: usize| {
         let mut program = Command::new(env::current_exe().unwrap());
         program.args(["accounts::a_writer_process", "--exact", "--ignored", "--nocapture"]);
-        program.env(URL_VARIABLE, server.url()).env(NAME_VARIABLE, name.to_string());
+        program.env(URL_VARIABLE, server.url()).env(NAME_VARIABLE, number.to_string());
         program.env(FENCE_VARIABLE, if is_fenced { "yes" } else { "no" });
         HelperProcess::spawn(program).unwrap()
     };
-    let mut writers: Vec<HelperProcess> = (0..WRITERS).map(writer).collect();
-    for _ in 0..PAUSES {
+    let mut writers: Vec<HelperProcess> = (0..WRITERS).map(spawn_writer).collect();
+    for _ in 0..PAUSES_PER_ROUND {
         let before = balance(server).await;
         eventually(TEST_TIMEOUT, async || balance(server).await > before).await;
-        let holder = async || -> Option<usize> {
+        let current_holder = async || -> Option<usize> {
             watcher.admin().unwrap().inspect(&key).await.unwrap().pop()?.label?.parse().ok()
         };
-        // The holder may have released the lock before it was suspended. Then the next holder is
-        // tried.
+        // The holder may have released the lock before it was suspended. Then the test suspends the
+        // next holder.
         let holder = eventually(TEST_TIMEOUT, async || {
-            let name = holder().await?;
+            let number = current_holder().await?;
             sleep(Duration::from_millis(fastrand::u64(0..10))).await;
-            writers[name].pause().await.unwrap();
-            if holder().await == Some(name) {
-                return Some(name);
+            writers[number].pause().await.unwrap();
+            if current_holder().await == Some(number) {
+                return Some(number);
             }
-            writers[name].resume().unwrap();
+            writers[number].resume().unwrap();
             None
         })
         .await;
@@ -199,11 +203,11 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
         writer.close_stdin();
     }
     for mut writer in writers {
-        let counted = |line: &str| {
+        let parse_counts = |line: &str| {
             let mut numbers = line.strip_prefix("counted ")?.split(' ').map(str::parse::<i64>);
             Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
         };
-        let (committed, stopped) = writer.expect_map(counted, TEST_TIMEOUT).await.unwrap();
+        let (committed, stopped) = writer.expect_map(parse_counts, TEST_TIMEOUT).await.unwrap();
         round.committed += committed;
         round.stopped += stopped;
     }
@@ -215,11 +219,11 @@ async fn balance(server: &Server) -> i64 {
     server.sql("SELECT balance FROM account").await.unwrap().parse().unwrap()
 }
 
-async fn fenced(kind: ServerKind, rounds: usize) {
-    let server = open_account(kind).await;
+async fn assert_fence_loses_no_update(kind: ServerKind, rounds: usize) {
+    let server = start_server(kind).await;
     let mut stopped = 0;
     for number in 1..=rounds {
-        let round = round(&server, true).await;
+        let round = run_round(&server, true).await;
         println!("round {number}: {round:?}");
         assert_eq!(round.balance, round.committed, "updates were lost");
         assert!(round.committed >= 5, "too few events: {round:?}");
@@ -230,18 +234,18 @@ async fn fenced(kind: ServerKind, rounds: usize) {
 }
 
 async fn with_the_fence_no_update_is_lost(kind: ServerKind) {
-    fenced(kind, ROUNDS).await;
+    assert_fence_loses_no_update(kind, ROUNDS).await;
 }
 
 async fn with_the_fence_no_update_is_lost_in_many_rounds(kind: ServerKind) {
-    fenced(kind, MANY_ROUNDS).await;
+    assert_fence_loses_no_update(kind, MANY_ROUNDS).await;
 }
 
 async fn without_the_fence_updates_are_lost(kind: ServerKind) {
-    let server = open_account(kind).await;
+    let server = start_server(kind).await;
     let mut rounds = Vec::new();
     for _ in 0..ROUNDS {
-        let round = round(&server, false).await;
+        let round = run_round(&server, false).await;
         println!("{kind:?}: {round:?}, {} lost", round.committed - round.balance);
         rounds.push(round);
     }

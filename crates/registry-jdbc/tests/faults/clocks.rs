@@ -1,5 +1,5 @@
-//! Only the server's wall clock ends leases. A jump of that clock affects them, but not tokens and
-//! fenced writes.
+//! The server's wall clock jumps. It decides when a lease ends in the store, so a jump ends or
+//! prolongs leases. Tokens still increase, and fenced writes stay safe.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ async fn a_clock_jump_violates_exclusion_until_the_next_renewal(kind: ServerKind
     workload.end(&server).await.assert_guarantees_except_in(&windows);
 }
 
-/// Current leases last an hour longer. Their holders renew and release as usual, and tokens grow.
+/// Active leases last an hour longer. Their holders renew and release as usual, and tokens grow.
 async fn a_clock_that_is_set_back_violates_no_property(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_with_clock(&clock).await;
@@ -42,31 +42,29 @@ async fn a_clock_that_is_set_back_violates_no_property(kind: ServerKind) {
     workload.end(&server).await.assert_guarantees();
 }
 
-/// A limitation: the lock of a dead holder is not free after its lease, but an hour later. An
-/// operator can release it.
+/// A limitation: the lock of a dead holder is free an hour after the end of its lease. An operator
+/// can force-release it earlier.
 async fn a_clock_that_is_set_back_prolongs_locks_of_dead_clients(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_with_clock(&clock).await;
-    let first_registry = backend(&server.url()).await;
+    let backend = backend(&server.url()).await;
     let key = Key::new("orphan").unwrap();
-    let dead = Claim::new(key.clone(), LEASE);
-    let Attempt::Granted(before) = first_registry.try_acquire(&dead).await.unwrap() else {
+    let dead_claim = Claim::new(key.clone(), LEASE);
+    let Attempt::Granted(before) = backend.try_acquire(&dead_claim).await.unwrap() else {
         panic!("busy")
     };
     clock.jump_wall(-HOUR).unwrap();
-    let left =
-        first_registry.admin().unwrap().inspect(&key).await.unwrap().remove(0).lease_left.unwrap();
+    let left = backend.admin().unwrap().inspect(&key).await.unwrap().remove(0).lease_left.unwrap();
     assert!(left > Duration::from_secs(3_500), "{left:?}");
     let claim = Claim::new(key.clone(), LEASE);
-    assert!(matches!(first_registry.try_acquire(&claim).await.unwrap(), Attempt::Busy(_)));
-    assert_eq!(first_registry.admin().unwrap().force_release(&key).await.unwrap(), Release::Freed);
-    let Attempt::Granted(after) = first_registry.try_acquire(&claim).await.unwrap() else {
+    assert!(matches!(backend.try_acquire(&claim).await.unwrap(), Attempt::Busy(_)));
+    assert_eq!(backend.admin().unwrap().force_release(&key).await.unwrap(), Release::Freed);
+    let Attempt::Granted(after) = backend.try_acquire(&claim).await.unwrap() else {
         panic!("busy")
     };
     assert!(after.token > before.token, "{after:?} {before:?}");
     // A lease that started after the jump has its normal length.
-    let left =
-        first_registry.admin().unwrap().inspect(&key).await.unwrap().remove(0).lease_left.unwrap();
+    let left = backend.admin().unwrap().inspect(&key).await.unwrap().remove(0).lease_left.unwrap();
     assert!(left <= LEASE, "{left:?}");
 }
 

@@ -1,6 +1,7 @@
-//! Calls that were dropped before they completed. sqlx's own pool may reuse such a connection with
-//! a transaction open; no other client then sees the next borrower's commits. The stores have their
-//! own pools, which do not reuse such connections.
+//! Calls that were dropped before they completed. sqlx's own pool may reuse the connection of such
+//! a call with its transaction still open. The next user of the connection then commits nothing, so
+//! no other client sees its writes. The backends have their own pools, which do not reuse such
+//! connections.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -16,10 +17,10 @@ use tokio::time::timeout;
 use crate::server::{OpenOptions, Server, ServerKind, backend, backend_with};
 
 const LEASE: Duration = Duration::from_secs(60);
-const SHORT: Duration = Duration::from_millis(300);
+const CALL_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// Polls `future` at most `times` times. Returns `None` if it has not completed by then.
-async fn polled<F: Future>(future: F, times: usize) -> Option<F::Output> {
+async fn poll_at_most<F: Future>(future: F, times: usize) -> Option<F::Output> {
     let mut future = pin!(future);
     let mut left = times;
     poll_fn(|context| {
@@ -32,28 +33,28 @@ async fn polled<F: Future>(future: F, times: usize) -> Option<F::Output> {
     .await
 }
 
-async fn assert_committed_grant(server: &Server, first_registry: &dyn LockBackend) {
+async fn assert_committed_grant(server: &Server, first_backend: &dyn LockBackend) {
     let claim = Claim::new(Key::new("after").unwrap(), LEASE);
-    assert!(matches!(first_registry.try_acquire(&claim).await.unwrap(), Attempt::Granted(_)));
-    let second_registry = backend(&server.url()).await;
+    assert!(matches!(first_backend.try_acquire(&claim).await.unwrap(), Attempt::Granted(_)));
+    let second_backend = backend(&server.url()).await;
     let other = Claim::new(claim.key().clone(), LEASE);
-    assert!(matches!(second_registry.try_acquire(&other).await.unwrap(), Attempt::Busy(_)));
-    assert_eq!(first_registry.release(&claim).await.unwrap(), Release::Freed);
-    second_registry.close().await;
+    assert!(matches!(second_backend.try_acquire(&other).await.unwrap(), Attempt::Busy(_)));
+    assert_eq!(first_backend.release(&claim).await.unwrap(), Release::Freed);
+    second_backend.close().await;
 }
 
-/// The calls are dropped after every possible number of polls.
+/// Drops the calls after every possible number of polls.
 async fn a_call_that_is_dropped_at_any_poll_leaves_no_open_transaction(kind: ServerKind) {
     let server = kind.start().await;
-    let opening = OpenOptions { connections: 1, ..OpenOptions::default() };
-    let first_registry = backend_with(&server.url(), opening).await;
+    let options = OpenOptions { connections: 1, ..OpenOptions::default() };
+    let first_backend = backend_with(&server.url(), options).await;
     for times in 0.. {
         let claim = Claim::new(Key::new("dropped").unwrap(), LEASE);
-        let granted = polled(first_registry.try_acquire(&claim), times).await;
-        let renewed = polled(first_registry.renew(std::slice::from_ref(&claim)), times).await;
-        let released = polled(first_registry.release(&claim), times).await;
-        assert_committed_grant(&server, &*first_registry).await;
-        first_registry.admin().unwrap().force_release(claim.key()).await.unwrap();
+        let granted = poll_at_most(first_backend.try_acquire(&claim), times).await;
+        let renewed = poll_at_most(first_backend.renew(std::slice::from_ref(&claim)), times).await;
+        let released = poll_at_most(first_backend.release(&claim), times).await;
+        assert_committed_grant(&server, &*first_backend).await;
+        first_backend.admin().unwrap().force_release(claim.key()).await.unwrap();
         // On a loaded machine, a reply may have arrived before the first poll.
         if times > 1 && granted.is_some() && renewed.is_some() && released.is_some() {
             break;
@@ -62,20 +63,24 @@ async fn a_call_that_is_dropped_at_any_poll_leaves_no_open_transaction(kind: Ser
     assert_eq!(server.open_transactions().await, "0");
 }
 
-/// Reproduces the fault: a `begin` that timed out because the server was suspended.
+/// Drops a call while the server is suspended, as a time-out does. With sqlx's pool, the
+/// transaction that the call began would stay open.
 async fn a_paused_server_has_no_open_transaction_afterwards(kind: ServerKind) {
     let server = kind.start().await;
-    let opening =
-        OpenOptions { connections: 1, answer: Duration::from_secs(5), ..OpenOptions::default() };
-    let first_registry = backend_with(&server.url(), opening).await;
-    assert_committed_grant(&server, &*first_registry).await;
+    let options = OpenOptions {
+        connections: 1,
+        response_timeout: Duration::from_secs(5),
+        ..OpenOptions::default()
+    };
+    let first_backend = backend_with(&server.url(), options).await;
+    assert_committed_grant(&server, &*first_backend).await;
     for _ in 0..3 {
         server.pause();
         let claim = Claim::new(Key::new("dropped").unwrap(), LEASE);
-        assert!(timeout(SHORT, first_registry.try_acquire(&claim)).await.is_err());
+        assert!(timeout(CALL_TIMEOUT, first_backend.try_acquire(&claim)).await.is_err());
         server.resume();
-        assert_committed_grant(&server, &*first_registry).await;
-        first_registry.admin().unwrap().force_release(claim.key()).await.unwrap();
+        assert_committed_grant(&server, &*first_backend).await;
+        first_backend.admin().unwrap().force_release(claim.key()).await.unwrap();
     }
     assert_eq!(server.open_transactions().await, "0");
 }
@@ -91,7 +96,7 @@ async fn the_sqlx_pool_reuses_connections_with_open_transactions(kind: ServerKin
             let pool = $options.max_connections(1).connect(&server.url()).await.unwrap();
             let mut connection = pool.acquire().await.unwrap();
             server.pause();
-            assert!(timeout(SHORT, connection.begin()).await.is_err());
+            assert!(timeout(CALL_TIMEOUT, connection.begin()).await.is_err());
             server.resume();
             drop(connection);
             let update = sqlx::query("UPDATE counter SET n = n + 1").execute(&pool).await.unwrap();

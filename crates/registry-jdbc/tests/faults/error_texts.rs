@@ -4,17 +4,19 @@ use futures_util::future::join_all;
 use registry_core::Registry;
 use registry_testkit::{cause_of_failed_acquire, within};
 
-use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in, spring_with_long_timeouts};
+use crate::server::{
+    LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode, spring_backend_with_long_timeouts,
+};
 use crate::workload::LEASE;
 
 async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     let mut server = kind.start().await;
     let mut registries = Vec::new();
     for mode in [LockMode::Lease, LockMode::Session, LockMode::Row] {
-        let registry = registry_in(&server.url(), LEASE, mode).await;
+        let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         registries.push((format!("{mode:?}"), registry));
     }
-    let spring = spring_with_long_timeouts(&server.url()).await;
+    let spring = spring_backend_with_long_timeouts(&server.url()).await;
     registries.push(("Spring".to_owned(), Registry::builder(spring).lease(LEASE).build().unwrap()));
     server.kill();
     let name = match kind {

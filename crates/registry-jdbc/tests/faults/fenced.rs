@@ -1,5 +1,6 @@
-//! A fenced write while a hold limit, a close or a caller that is not polled ends or keeps the
-//! lock. In every case, the next holder does not commit before the transaction has ended.
+//! A fenced transaction is still open when a `max_hold` or a close of the registry ends its lock,
+//! or when a `min_hold` prolongs the lock. In another test, the fence's future is not polled. In
+//! every case, the next holder commits only after the transaction has ended.
 
 use std::time::Duration;
 
@@ -10,12 +11,13 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use crate::app_connection::AppConnection;
-use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
 const MODES: [LockMode; 3] = [LockMode::Lease, LockMode::Session, LockMode::Row];
-/// Many times the duration of a transaction.
+/// Many times the duration of a transaction, so a next holder that does not wait would have
+/// committed.
 const WAIT: Duration = Duration::from_secs(2);
 
 struct FencedSale {
@@ -28,7 +30,7 @@ impl FencedSale {
     async fn open(kind: ServerKind, mode: LockMode) -> Self {
         let server = kind.start().await;
         server.sql("CREATE TABLE sale (n int)").await.unwrap();
-        let first_registry = registry_in(&server.url(), LEASE, mode).await;
+        let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
         Self { server, mode, first_registry }
     }
 
@@ -36,9 +38,10 @@ impl FencedSale {
         within(TEST_TIMEOUT, self.first_registry.obtain(KEY).lock_with(options)).await.unwrap()
     }
 
-    /// Starts another process that waits for the lock and sells under it in a fenced transaction.
-    async fn next(&self) -> JoinHandle<()> {
-        let second_registry = registry_in(&self.server.url(), LEASE, self.mode).await;
+    /// Spawns another client that waits for the lock, and under it inserts a sale in a fenced
+    /// transaction.
+    async fn spawn_next_holder(&self) -> JoinHandle<()> {
+        let second_registry = registry_with_mode(&self.server.url(), LEASE, self.mode).await;
         let mut app_connection = AppConnection::connect(&self.server).await;
         tokio::spawn(async move {
             loop {
@@ -70,14 +73,14 @@ async fn a_fenced_transaction_outlasts_the_max_hold_of_its_lock(kind: ServerKind
         let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         transaction.run("INSERT INTO sale VALUES (1)").await;
-        let mut next = sale.next().await;
+        let mut next = sale.spawn_next_holder().await;
         assert_eq!(within(TEST_TIMEOUT, guard.lost()).await, LostReason::MaxHold);
         let early = timeout(WAIT, &mut next).await;
         assert!(early.is_err(), "{mode:?}: the next holder has committed before");
         transaction.commit().await;
         within(TEST_TIMEOUT, next).await.unwrap();
         assert_eq!(sale.sales().await, "2");
-        // After the `max_hold` the guard cannot fence further transactions.
+        // After the `max_hold`, the guard can fence no other transaction.
         let mut transaction = app_connection.begin().await;
         assert!(transaction.fence(&guard).await.is_err(), "{mode:?}");
         transaction.rollback().await;
@@ -88,23 +91,24 @@ async fn a_fenced_transaction_and_a_min_hold_are_both_waited_for(kind: ServerKin
     for mode in MODES {
         let sale = FencedSale::open(kind, mode).await;
         let mut app_connection = AppConnection::connect(&sale.server).await;
-        // The transaction ends after the `min_hold`, and then before it.
+        // In the first round the transaction ends after the `min_hold`, in the second before it.
         for (min_hold, commits_first) in [(WAIT / 2, false), (WAIT * 2, true)] {
-            let wanted_at = Instant::now();
+            let requested_at = Instant::now();
             let guard = sale.lock(LockOptions::new().min_hold(min_hold)).await;
             let mut transaction = app_connection.begin().await;
             transaction.fence(&guard).await.unwrap();
             transaction.run("INSERT INTO sale VALUES (1)").await;
-            // The caller of `unlock` may be the owner of the transaction.
+            // `unlock` must not wait for the transaction: its caller may be the one that commits
+            // later.
             timeout(TEST_TIMEOUT / 3, guard.unlock()).await.expect("at once").unwrap();
-            let mut next = sale.next().await;
+            let mut next = sale.spawn_next_holder().await;
             if !commits_first {
                 let early = timeout(WAIT, &mut next).await;
                 assert!(early.is_err(), "{mode:?}: the next holder has committed before");
             }
             transaction.commit().await;
             within(TEST_TIMEOUT, next).await.unwrap();
-            let elapsed = wanted_at.elapsed();
+            let elapsed = requested_at.elapsed();
             assert!(elapsed >= min_hold, "{mode:?}: kept for {elapsed:?} of {min_hold:?}");
             sale.first_registry.idle().await;
         }
@@ -121,7 +125,7 @@ async fn the_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed
         let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         transaction.run("INSERT INTO sale VALUES (1)").await;
-        let mut next = sale.next().await;
+        let mut next = sale.spawn_next_holder().await;
         let report = within(TEST_TIMEOUT, sale.first_registry.close(WAIT / 4)).await;
         assert_eq!(report.lost, 1, "{mode:?}: {report:?}");
         assert_eq!(within(TEST_TIMEOUT, guard.lost()).await, LostReason::Closed);
@@ -139,20 +143,20 @@ async fn the_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed
 async fn a_fence_that_is_not_polled_delays_only_its_own_key(kind: ServerKind) {
     for mode in MODES {
         let sale = FencedSale::open(kind, mode).await;
-        for continues in [true, false] {
+        for is_polled_again in [true, false] {
             let mut app_connection = AppConnection::connect(&sale.server).await;
             let guard = sale.lock(LockOptions::new()).await;
             let mut transaction = app_connection.begin().await;
             let mut fence = Box::pin(transaction.fence(&guard));
-            // The server may have replied within the poll.
-            let answered = poll!(fence.as_mut()).map(Result::unwrap).is_ready();
+            // The server may have replied before the poll ended.
+            let is_completed = poll!(fence.as_mut()).map(Result::unwrap).is_ready();
             let other = sale.first_registry.obtain("coupon/8");
             within(TEST_TIMEOUT, other.lock()).await.unwrap().unlock().await.unwrap();
-            let mut next = sale.next().await;
+            let mut next = sale.spawn_next_holder().await;
             // The next holder waits only for the caller, which still holds the lock.
             assert!(timeout(WAIT / 4, &mut next).await.is_err(), "{mode:?}: two holders");
-            if continues {
-                if !answered {
+            if is_polled_again {
+                if !is_completed {
                     within(TEST_TIMEOUT, fence.as_mut()).await.unwrap();
                 }
                 drop(fence);

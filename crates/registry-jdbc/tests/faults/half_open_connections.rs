@@ -1,4 +1,5 @@
-//! Half-open connections: the peer is gone, but the connection was not closed.
+//! Half-open connections: the TCP connection is still open, but no byte arrives in either
+//! direction.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +14,10 @@ use tokio::time::{Instant, timeout};
 use crate::server::{Server, ServerKind, TEST_TIMEOUT};
 
 const LEASE: Duration = Duration::from_secs(5);
-/// The time limit of an acquisition: the engine's own timeout, and one retry.
+/// The time limit of all acquisitions together: three times the engine's default timeout.
 const DURATION_MAX: Duration = Duration::from_secs(9);
 
-/// Uses the default timeouts.
+/// Opens a registry with the default timeouts.
 async fn registry(url: &str) -> Registry {
     let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
         Arc::new(PostgresBackend::open(PostgresConfig::from_url(url).unwrap()).await.unwrap())
@@ -26,14 +27,14 @@ async fn registry(url: &str) -> Registry {
     Registry::builder(backend).lease(LEASE).build().unwrap()
 }
 
-/// Runs this many callers at once; each locks and unlocks its own key.
+/// Runs this many callers at once. Each locks and unlocks its own key.
 async fn lock_many(registry: &Registry, callers: usize) {
-    let mut lock_many = JoinSet::new();
+    let mut tasks = JoinSet::new();
     for number in 0..callers {
         let lock = registry.obtain(&format!("crowd/{number}"));
-        lock_many.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+        tasks.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    within(TEST_TIMEOUT, lock_many.join_all()).await;
+    within(TEST_TIMEOUT, tasks.join_all()).await;
 }
 
 /// Returns a registry that connects through the proxy, with a guard and several idle connections.
@@ -53,7 +54,7 @@ async fn half_open(kind: ServerKind) -> (Server, FaultProxy, Registry, LockGuard
 }
 
 async fn a_lease_survives_half_open_connections(kind: ServerKind) {
-    let (_server, _proxy, _ours, guard) = half_open(kind).await;
+    let (_server, _proxy, _registry, guard) = half_open(kind).await;
     let lost = timeout(LEASE * 3, guard.lost()).await;
     assert!(lost.is_err(), "lost while connections were half open: {lost:?}");
     guard.unlock().await.unwrap();

@@ -9,12 +9,12 @@ use registry_core::{
 use registry_testkit::{eventually, within};
 
 use crate::app_connection::AppConnection;
-use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const LEASE: Duration = Duration::from_secs(30);
 
 async fn registry(server: &Server, mode: LockMode) -> Registry {
-    registry_in(&server.url(), LEASE, mode).await
+    registry_with_mode(&server.url(), LEASE, mode).await
 }
 
 async fn lock(registry: &Registry, key: &str, label: &str) -> LockGuard {
@@ -141,7 +141,7 @@ async fn a_refused_forced_release_names_the_missing_right(kind: ServerKind) {
          GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO {user}"
     );
     server.sql(&grants).await.unwrap();
-    let worker = crate::server::registry_of(&server.url(), "worker", LEASE).await;
+    let worker = crate::server::registry_as_user(&server.url(), "worker", LEASE).await;
     assert_is_of(&holder(&worker, "a").await.unwrap(), &guard, "by row");
     let error = worker.force_release("a").await.unwrap_err();
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::server::{ANSWER_LIMIT, LockMode, ServerKind, TEST_TIMEOUT};
+use crate::server::{LockMode, RESPONSE_TIMEOUT, ServerKind, TEST_TIMEOUT};
 use crate::workload::{LEASE, Workload};
 
 on_both_servers! {
@@ -53,7 +53,7 @@ async fn a_short_pause_ends_no_hold(kind: ServerKind, mode: LockMode) {
     let workload = Workload::begin_with_mode(&server, mode).await;
     for _ in 0..4 {
         server.pause();
-        sleep(ANSWER_LIMIT / 3).await;
+        sleep(RESPONSE_TIMEOUT / 3).await;
         server.resume();
         workload.wait_for_progress().await;
     }

@@ -12,7 +12,7 @@ use registry_testkit::holder::{
 };
 
 use crate::app_connection::AppConnection;
-use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 /// So long that a loaded machine does not end the lease of the successor.
 const LEASE: Duration = Duration::from_secs(10);
@@ -55,7 +55,7 @@ impl FencedWriter for StockTable {
 #[ignore = "started by the other test, as another process"]
 fn a_holder_process() {
     run_child_process(async |url| {
-        let registry = registry_in(&url, LEASE, LockMode::Lease).await;
+        let registry = registry_with_mode(&url, LEASE, LockMode::Lease).await;
         let writer = Arc::new(StockTable(url));
         serve_with_writer(Arc::new(registry), writer).await;
     });

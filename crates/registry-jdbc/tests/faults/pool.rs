@@ -1,4 +1,5 @@
-//! Few connections and many callers.
+//! A pool of two connections with many waiting callers. Leases of the same registry are still
+//! renewed.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::server::{
-    ANSWER_LIMIT, OpenOptions, ServerKind, TEST_TIMEOUT, backend, backend_with, registry,
+    OpenOptions, RESPONSE_TIMEOUT, ServerKind, TEST_TIMEOUT, backend, backend_with, registry,
 };
 use crate::workload::LEASE;
 
@@ -19,9 +20,9 @@ async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: Ser
     let server = kind.start().await;
     let watcher = backend(&server.url()).await;
     let second_registry = registry(&server.url(), Duration::from_secs(600)).await;
-    let opening = OpenOptions { connections: CONNECTIONS, ..OpenOptions::default() };
-    let first_registry = Registry::builder(backend_with(&server.url(), opening).await).lease(LEASE);
-    let first_registry = first_registry.timeout(ANSWER_LIMIT).build().unwrap();
+    let options = OpenOptions { connections: CONNECTIONS, ..OpenOptions::default() };
+    let first_registry = Registry::builder(backend_with(&server.url(), options).await).lease(LEASE);
+    let first_registry = first_registry.timeout(RESPONSE_TIMEOUT).build().unwrap();
 
     let mut renewed_guards = Vec::new();
     for number in 0..5 {
@@ -34,23 +35,23 @@ async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: Ser
         let lock = first_registry.obtain(&key);
         waiting.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    // Every lock stays held for several leases.
+    // For three leases, each lock is renewed in turn.
     let until = Instant::now() + LEASE * 3;
     for guard in renewed_guards.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
-        let end = async || {
+        let lease_end = async || {
             let holder = watcher.admin().unwrap().inspect(&key).await.unwrap().remove(0);
             Instant::now() + holder.lease_left.unwrap()
         };
-        let before = end().await;
-        eventually(TEST_TIMEOUT, async || end().await > before + LEASE / 4).await;
+        let before = lease_end().await;
+        eventually(TEST_TIMEOUT, async || lease_end().await > before + LEASE / 4).await;
         assert!(guard.is_held());
         if Instant::now() > until {
             break;
         }
     }
-    // Waiters use no connection. These are the pool, one each for renewals, releases and listening,
-    // and the connections of the other two stores.
+    // Waiters use no connection. Each backend has its pool, and one connection each for renewals,
+    // releases and wake-ups. The pools of the other two backends have eight connections.
     let connections = server.connections().await;
     let connections_max = usize::try_from(CONNECTIONS).unwrap() + 3 + 2 * (8 + 3);
     assert!(connections <= connections_max, "{connections}");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use registry_testkit::holder::{LockHolder, run_child_process, serve};
 
-use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode};
 use crate::workload::{KEYS, Workload};
 
 /// So long that no client can have waited for its end.
@@ -19,7 +19,7 @@ fn a_client_process() {
     run_child_process(async |target| {
         let (mode, url) = target.split_once(' ').unwrap();
         let mode = if mode == "Row" { LockMode::Row } else { LockMode::Session };
-        let registry = Arc::new(registry_in(url, LEASE, mode).await);
+        let registry = Arc::new(registry_with_mode(url, LEASE, mode).await);
         serve(registry).await;
     });
 }
@@ -34,7 +34,7 @@ async fn client(url: &str, mode: LockMode) -> LockHolder {
 async fn killing_a_client_frees_its_locks(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
     let workload = Workload::begin_with_mode(&server, mode).await;
-    let first_registry = registry_in(&server.url(), LEASE, mode).await;
+    let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let (mut deaths, mut events) = (Vec::new(), Vec::new());
     for _ in 0..2 {
         let mut client = client(&server.url(), mode).await;

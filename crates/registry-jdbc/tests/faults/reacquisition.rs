@@ -8,7 +8,7 @@ use registry_testkit::{eventually, within};
 use std::time::Duration;
 
 use crate::app_connection::AppConnection;
-use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const KEY: &str = "orders/42";
 const LEASE: Duration = Duration::from_secs(20);
@@ -16,7 +16,7 @@ const HOUR: i64 = 3_600;
 const SELL: &str = "INSERT INTO sale VALUES (1)";
 
 async fn session(server: &Server) -> Registry {
-    registry_in(&server.url(), LEASE, LockMode::Session).await
+    registry_with_mode(&server.url(), LEASE, LockMode::Session).await
 }
 
 async fn lock(registry: &Registry) -> LockGuard {
@@ -94,7 +94,7 @@ async fn a_session_detects_grants_of_other_modes(kind: ServerKind) {
     let first_registry = session(&server).await;
     let mut tokens = Tokens::default();
     for mode in [LockMode::Lease, LockMode::Row] {
-        let other = registry_in(&server.url(), LEASE, mode).await;
+        let other = registry_with_mode(&server.url(), LEASE, mode).await;
         tokens.unwritten(&server, &first_registry).await.unlock().await.unwrap();
         let held = lock(&other).await;
         tokens.grow(&held);
@@ -128,7 +128,7 @@ async fn free_rows_stay_free_when_the_clock_is_set_back(kind: ServerKind) {
     let server = kind.start_with_clock(&clock).await;
     let mut tokens = Tokens::default();
     for mode in [LockMode::Row, LockMode::Session, LockMode::Lease] {
-        let registry = registry_in(&server.url(), LEASE, mode).await;
+        let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         tokens.pairs(&registry, 2).await;
         clock.jump_wall(-HOUR).unwrap();
         tokens.pairs(&registry, 2).await;
@@ -165,8 +165,8 @@ async fn tokens_increase_across_random_events(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_with_clock(&clock).await;
     let sessions = [session(&server).await, session(&server).await];
-    let leases = registry_in(&server.url(), LEASE, LockMode::Lease).await;
-    let rows = registry_in(&server.url(), LEASE, LockMode::Row).await;
+    let leases = registry_with_mode(&server.url(), LEASE, LockMode::Lease).await;
+    let rows = registry_with_mode(&server.url(), LEASE, LockMode::Row).await;
     let mut app_connection = AppConnection::connect(&server).await;
     let mut tokens = Tokens::default();
     let seed = fastrand::u64(..);

@@ -13,19 +13,19 @@ use crate::server::{ServerKind, TEST_TIMEOUT, backend, registry};
 use crate::workload::{LEASE, Workload};
 
 /// So long that only a release can free the key in time.
-const ENDLESS: Duration = Duration::from_secs(600);
+const LONG_LEASE: Duration = Duration::from_secs(600);
 const ROUNDS: u32 = 10;
 
 async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    let second_registry = registry(&server.url(), ENDLESS).await;
+    let second_registry = registry(&server.url(), LONG_LEASE).await;
     let watcher = backend(&server.url()).await;
     for round in 0..ROUNDS {
         let key = format!("reply/{round}");
         // A new registry in each round: pending releases of the previous one have replies of their
         // own, which the proxy would cut off instead.
-        let first_registry = registry(&server.url_via(proxy.addr()), ENDLESS).await;
+        let first_registry = registry(&server.url_via(proxy.addr()), LONG_LEASE).await;
         // From here on a connection exists, with the statement prepared.
         first_registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
@@ -47,7 +47,7 @@ async fn an_attempt_that_may_have_been_executed_is_never_refused(kind: ServerKin
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let proxied = backend(&server.url_via(proxy.addr())).await;
-    let claim = |key: &str| Claim::new(Key::new(key).unwrap(), ENDLESS);
+    let claim = |key: &str| Claim::new(Key::new(key).unwrap(), LONG_LEASE);
     // Prepares the statement, so that the next request is the attempt itself.
     assert!(matches!(proxied.try_acquire(&claim("other")).await.unwrap(), Attempt::Granted(_)));
     proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
@@ -65,8 +65,8 @@ async fn an_attempt_that_may_have_been_executed_is_never_refused(kind: ServerKin
 async fn a_release_with_a_lost_reply_frees_the_key_and_is_no_loss(kind: ServerKind) {
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    let first_registry = registry(&server.url_via(proxy.addr()), ENDLESS).await;
-    let second_registry = registry(&server.url(), ENDLESS).await;
+    let first_registry = registry(&server.url_via(proxy.addr()), LONG_LEASE).await;
+    let second_registry = registry(&server.url(), LONG_LEASE).await;
     assert_releases_without_reply_free_their_keys(
         ROUNDS,
         &proxy,

@@ -9,7 +9,7 @@ use registry_testkit::within;
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 
-use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, backend_in, registry_in};
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, backend_with_mode, registry_with_mode};
 
 const KEY: &str = "orders/42";
 const LEASE: Duration = Duration::from_secs(60);
@@ -35,8 +35,8 @@ async fn lock(registry: &Registry, key: &str) -> LockGuard {
 
 async fn a_lock_outlives_the_runtime_of_its_acquisition(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
-    let second_registry = registry_in(&server.url(), LEASE, mode).await;
-    let first_registry = registry_in(&server.url(), LEASE, mode).await;
+    let second_registry = registry_with_mode(&server.url(), LEASE, mode).await;
+    let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let there = first_registry.clone();
     let guard = run_in_own_runtime(|| async move { lock(&there, KEY).await }).await;
     let other = lock(&first_registry, "orders/43").await;
@@ -67,7 +67,7 @@ async fn the_end_of_a_runtime_notifies_the_holders_of_its_connection(
     mode: LockMode,
 ) {
     let server = kind.start().await;
-    let shared = backend_in(&server.url(), mode).await;
+    let shared = backend_with_mode(&server.url(), mode).await;
     let (begun, has_begun) = oneshot::channel();
     let (end, ends) = oneshot::channel();
     let there = Arc::clone(&shared);
@@ -84,7 +84,7 @@ async fn the_end_of_a_runtime_notifies_the_holders_of_its_connection(
     end.send(()).unwrap();
     within(TEST_TIMEOUT, first).await.unwrap();
     within(AT_ONCE, guard.lost()).await;
-    let second_registry = registry_in(&server.url(), LEASE, mode).await;
+    let second_registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let next = lock(&second_registry, "orders/43").await;
     assert!(next.fencing_token() > guard.fencing_token());
     drop(lock(&first_registry, KEY).await);

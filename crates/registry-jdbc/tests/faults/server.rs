@@ -1,4 +1,5 @@
-//! The two kinds of servers, and the operations and faults that apply to either.
+//! The database servers of these tests, PostgreSQL and MariaDB, with operations and faults that
+//! apply to both.
 
 use std::io;
 use std::net::SocketAddr;
@@ -14,8 +15,9 @@ use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
-/// The time limit of a request. The engine's default of three seconds exceeds the lease of two.
-pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// The response timeout of the backends and registries. The engine's default of three seconds would
+/// exceed the workload's lease of two.
+pub(crate) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Long enough for any machine; reached only by a test that fails.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -110,19 +112,19 @@ impl Server {
         }
     }
 
-    /// Ends all connections of the store.
+    /// Ends all connections of the backends.
     pub(crate) async fn close_all_connections(&self) {
         match self {
             Self::Postgres(server) => {
-                let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
+                let end_all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
                     WHERE application_name = 'lock-registry'";
-                server.sql(all).await.unwrap();
+                server.sql(end_all).await.unwrap();
             }
             Self::MariaDb(server) => {
                 // The testkit itself connects through a Unix socket.
-                let all =
+                let ids =
                     "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
-                for id in server.sql(all).await.unwrap().lines() {
+                for id in server.sql(ids).await.unwrap().lines() {
                     // The connection may already have ended.
                     server.sql(&format!("KILL CONNECTION {id}")).await.ok();
                 }
@@ -130,7 +132,7 @@ impl Server {
         }
     }
 
-    /// Ends the connection that holds a session's lock of the key `orders/42`.
+    /// Ends the connection of the session that holds the lock of the key `orders/42`.
     pub(crate) async fn close_session_connection(&self) {
         match self {
             Self::Postgres(server) => {
@@ -139,7 +141,8 @@ impl Server {
                 assert_eq!(server.sql(holder).await.unwrap(), "t");
             }
             Self::MariaDb(server) => {
-                // The SHA-256 of 00 00 00 00 00 00 00 07 "default" "orders/42".
+                // The SHA-256 of the namespace's length in eight bytes, the namespace "default",
+                // and the key "orders/42".
                 let name = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
                 let holder = server.sql(&format!("SELECT IS_USED_LOCK('{name}')")).await.unwrap();
                 server.sql(&format!("KILL CONNECTION {holder}")).await.unwrap();
@@ -158,7 +161,7 @@ impl Server {
         self.sql(query).await.unwrap()
     }
 
-    /// The number of connections of the stores.
+    /// The number of connections of the backends.
     pub(crate) async fn connections(&self) -> usize {
         let query = match self {
             Self::Postgres(_) => {
@@ -171,7 +174,8 @@ impl Server {
         self.sql(query).await.unwrap().parse().unwrap()
     }
 
-    /// The number of statements or transactions that the server has executed.
+    /// The number of transactions (PostgreSQL) or statements (MariaDB) that the server has
+    /// executed.
     pub(crate) async fn work_done(&self) -> u64 {
         let (query, column) = match self {
             Self::Postgres(_) => {
@@ -189,10 +193,10 @@ impl Server {
             Self::Postgres(_) => "extract(epoch FROM clock_timestamp()) * 1000000",
             Self::MariaDb(_) => "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
         };
-        let held_keys = format!(
+        let query = format!(
             "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL AND until > {now}"
         );
-        self.sql(&held_keys).await.unwrap()
+        self.sql(&query).await.unwrap()
     }
 }
 
@@ -200,31 +204,35 @@ impl Server {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OpenOptions {
     pub(crate) connections: u32,
-    pub(crate) busy: Duration,
-    pub(crate) answer: Duration,
+    pub(crate) busy_timeout: Duration,
+    pub(crate) response_timeout: Duration,
 }
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        Self { connections: 8, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT }
+        Self {
+            connections: 8,
+            busy_timeout: RESPONSE_TIMEOUT / 2,
+            response_timeout: RESPONSE_TIMEOUT,
+        }
     }
 }
 
 /// Opens the store with its own connections, as another process would.
-pub(crate) async fn backend_with(url: &str, opening: OpenOptions) -> Arc<dyn LockBackend> {
-    let OpenOptions { connections, busy, answer } = opening;
+pub(crate) async fn backend_with(url: &str, options: OpenOptions) -> Arc<dyn LockBackend> {
+    let OpenOptions { connections, busy_timeout, response_timeout } = options;
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_connections(connections);
-        let config = config.with_connect_timeout(answer).with_response_timeout(answer);
-        let config = config.with_busy_timeout(busy);
-        // On a busy machine this timeout may be too short for the first connection.
+        let config = config.with_connect_timeout(response_timeout);
+        let config = config.with_response_timeout(response_timeout).with_busy_timeout(busy_timeout);
+        // On a busy machine the connect timeout may be too short, so opening is retried.
         Arc::new(
             eventually(TEST_TIMEOUT, async || PostgresBackend::open(config.clone()).await).await,
         )
     } else {
         let config = MySqlConfig::from_url(url).unwrap().with_connections(connections);
-        let config = config.with_connect_timeout(answer).with_response_timeout(answer);
-        let config = config.with_busy_timeout(busy);
+        let config = config.with_connect_timeout(response_timeout);
+        let config = config.with_response_timeout(response_timeout).with_busy_timeout(busy_timeout);
         Arc::new(eventually(TEST_TIMEOUT, async || MySqlBackend::open(config.clone()).await).await)
     }
 }
@@ -238,29 +246,30 @@ pub(crate) enum LockMode {
 }
 
 /// Opens the store for locks of this mode.
-pub(crate) async fn backend_in(url: &str, mode: LockMode) -> Arc<dyn LockBackend> {
+pub(crate) async fn backend_with_mode(url: &str, mode: LockMode) -> Arc<dyn LockBackend> {
     if mode == LockMode::Lease {
         return backend(url).await;
     }
-    eventually(TEST_TIMEOUT, async || open_in(url, mode).await).await
+    let open =
+        async || open_session_or_row(url, mode, RESPONSE_TIMEOUT, RESPONSE_TIMEOUT / 2).await;
+    eventually(TEST_TIMEOUT, open).await
 }
 
-async fn open_in(url: &str, mode: LockMode) -> Result<Arc<dyn LockBackend>, BackendError> {
-    open_with(url, mode, ANSWER_LIMIT, ANSWER_LIMIT / 2).await
-}
-
-/// Opens the store with a row lock timeout that only a failing test reaches.
+/// Opens the store with timeouts that only a failing test reaches.
 pub(crate) async fn backend_with_long_timeouts(url: &str, mode: LockMode) -> Arc<dyn LockBackend> {
     if mode == LockMode::Lease {
-        let opening =
-            OpenOptions { busy: TEST_TIMEOUT, answer: TEST_TIMEOUT * 2, ..OpenOptions::default() };
-        return backend_with(url, opening).await;
+        let options = OpenOptions {
+            busy_timeout: TEST_TIMEOUT,
+            response_timeout: TEST_TIMEOUT * 2,
+            ..OpenOptions::default()
+        };
+        return backend_with(url, options).await;
     }
-    open_with(url, mode, TEST_TIMEOUT * 2, TEST_TIMEOUT).await.unwrap()
+    open_session_or_row(url, mode, TEST_TIMEOUT * 2, TEST_TIMEOUT).await.unwrap()
 }
 
-/// The same with a Spring table.
-pub(crate) async fn spring_with_long_timeouts(url: &str) -> Arc<dyn LockBackend> {
+/// Opens a Spring table with timeouts that only a failing test reaches.
+pub(crate) async fn spring_backend_with_long_timeouts(url: &str) -> Arc<dyn LockBackend> {
     let table = SpringTable::v7();
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap();
@@ -272,22 +281,23 @@ pub(crate) async fn spring_with_long_timeouts(url: &str) -> Arc<dyn LockBackend>
     Arc::new(MySqlBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap())
 }
 
-async fn open_with(
+/// Opens the store for session locks or row locks, once.
+async fn open_session_or_row(
     url: &str,
     mode: LockMode,
-    answer: Duration,
-    busy: Duration,
+    response_timeout: Duration,
+    busy_timeout: Duration,
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url)?;
-        let config = config.with_response_timeout(answer).with_busy_timeout(busy);
+        let config = config.with_response_timeout(response_timeout).with_busy_timeout(busy_timeout);
         if mode == LockMode::Session {
             return Ok(Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await?));
         }
         return Ok(Arc::new(PostgresBackend::open_mode(config, SqlMode::Row).await?));
     }
     let config = MySqlConfig::from_url(url)?;
-    let config = config.with_response_timeout(answer).with_busy_timeout(busy);
+    let config = config.with_response_timeout(response_timeout).with_busy_timeout(busy_timeout);
     if mode == LockMode::Session {
         return Ok(Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await?));
     }
@@ -299,27 +309,29 @@ pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
 }
 
 /// The maximum number of consecutive hand-overs between the callers of a client.
-pub(crate) const HAND_OVERS: u32 = 2;
+pub(crate) const HAND_OVERS_MAX: u32 = 2;
 
 pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
-    registry_in(url, lease, LockMode::Lease).await
+    registry_with_mode(url, lease, LockMode::Lease).await
 }
 
-pub(crate) async fn registry_in(url: &str, lease: Duration, mode: LockMode) -> Registry {
-    // A long lease permits a longer limit, for a loaded machine.
-    let answer = (lease / 4).clamp(ANSWER_LIMIT, ANSWER_LIMIT * 5);
-    let busy = answer / 2;
+pub(crate) async fn registry_with_mode(url: &str, lease: Duration, mode: LockMode) -> Registry {
+    // A long lease permits a longer timeout, for a loaded machine.
+    let response_timeout = (lease / 4).clamp(RESPONSE_TIMEOUT, RESPONSE_TIMEOUT * 5);
+    let busy_timeout = response_timeout / 2;
     let backend = if mode == LockMode::Lease {
-        backend_with(url, OpenOptions { busy, answer, ..OpenOptions::default() }).await
+        let options = OpenOptions { busy_timeout, response_timeout, ..OpenOptions::default() };
+        backend_with(url, options).await
     } else {
-        eventually(TEST_TIMEOUT, async || open_with(url, mode, answer, busy).await).await
+        let open = async || open_session_or_row(url, mode, response_timeout, busy_timeout).await;
+        eventually(TEST_TIMEOUT, open).await
     };
-    let builder = Registry::builder(backend).lease(lease).handoff(HAND_OVERS);
-    builder.timeout(answer).build().unwrap()
+    let builder = Registry::builder(backend).lease(lease).handoff(HAND_OVERS_MAX);
+    builder.timeout(response_timeout).build().unwrap()
 }
 
-/// A registry with leases for another user. The server requires no password.
-pub(crate) async fn registry_of(url: &str, user: &str, lease: Duration) -> Registry {
+/// Opens a registry with leases, logged in as `user`. The server requires no password.
+pub(crate) async fn registry_as_user(url: &str, user: &str, lease: Duration) -> Registry {
     let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_login(user, None);
         Arc::new(

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::app_connection::AppConnection;
-use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const LEASE: Duration = Duration::from_secs(12);
 /// More than a session could serve in time if it waited for each row.
@@ -96,8 +96,8 @@ async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: ServerK
     // Four polls a second, and on MariaDB about twenty checks between two polls.
     const WORK_MAX: u64 = 1_000;
     let server = kind.start().await;
-    let leases = registry_in(&server.url(), TEST_TIMEOUT, LockMode::Lease).await;
-    let sessions = registry_in(&server.url(), LEASE, LockMode::Session).await;
+    let leases = registry_with_mode(&server.url(), TEST_TIMEOUT, LockMode::Lease).await;
+    let sessions = registry_with_mode(&server.url(), LEASE, LockMode::Session).await;
     let held = leases.obtain("orders/42").lock().await.unwrap();
     let lock = sessions.obtain("orders/42");
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });

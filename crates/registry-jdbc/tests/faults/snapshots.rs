@@ -9,7 +9,7 @@ use registry_jdbc::{FenceError, LockInError};
 use registry_testkit::{eventually, within};
 
 use crate::app_connection::{AppConnection, AppTransaction};
-use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
@@ -38,7 +38,7 @@ async fn a_fence_with_an_outdated_snapshot_is_retryable_and_not_lost(kind: Serve
     let server = start_server(kind).await;
     let mut app_connection = AppConnection::connect(&server).await;
     for mode in [LockMode::Lease, LockMode::Session, LockMode::Row] {
-        let registry = registry_in(&server.url(), LEASE, mode).await;
+        let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         // The first grant of a key, and a later one.
         for _ in 0..2 {
             for level in LEVELS {
@@ -75,8 +75,8 @@ async fn a_fenced_transaction_reads_no_overwritten_data(kind: ServerKind) {
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
     let mut sales = 0;
     for mode in [LockMode::Lease, LockMode::Session, LockMode::Row] {
-        let first_registry = registry_in(&server.url(), LEASE, mode).await;
-        let other = registry_in(&server.url(), LEASE, mode).await;
+        let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
+        let other = registry_with_mode(&server.url(), LEASE, mode).await;
         // SERIALIZABLE is excluded: where each read locks its rows, the sale in between would
         // block.
         for level in ["READ COMMITTED", "REPEATABLE READ"] {
@@ -112,7 +112,7 @@ async fn a_fence_that_waited_reads_the_committed_data(kind: ServerKind) {
     let server = start_server(kind).await;
     let (mut app_connection, mut others) =
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
-    let registry = registry_in(&server.url(), LEASE, LockMode::Lease).await;
+    let registry = registry_with_mode(&server.url(), LEASE, LockMode::Lease).await;
     let guard = lock(&registry).await;
     let mut owner = others.begin_at("REPEATABLE READ").await;
     owner.run("SELECT * FROM lock_registry_locks FOR UPDATE").await;
@@ -138,7 +138,7 @@ async fn a_transaction_with_a_lock_reads_no_overwritten_data(kind: ServerKind) {
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
     let mut sales = 0;
     for mode in [LockMode::Lease, LockMode::Row] {
-        let registry = registry_in(&server.url(), LEASE, mode).await;
+        let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         for level in ["READ COMMITTED", "REPEATABLE READ"] {
             let mut transaction = reading(&mut app_connection, level).await;
             let mut sale = others.begin_at("READ COMMITTED").await;
@@ -201,8 +201,8 @@ async fn a_coupon_is_redeemed_once(kind: ServerKind, mode: LockMode, end: End) {
     let (mut app_connection, mut others) =
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
     let lease = if matches!(end, End::Expiry) { LEASE_MIN } else { LEASE };
-    let holders = registry_in(&server.url(), lease, mode).await;
-    let registry = registry_in(&server.url(), LEASE, mode).await;
+    let holders = registry_with_mode(&server.url(), lease, mode).await;
+    let registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let level = "REPEATABLE READ";
     for round in 0..ROUNDS {
         server.sql("DELETE FROM sale").await.unwrap();

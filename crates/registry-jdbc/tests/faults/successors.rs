@@ -10,8 +10,8 @@ use tokio::time::timeout;
 
 use crate::app_connection::AppConnection;
 use crate::server::{
-    LockMode, Server, ServerKind, TEST_TIMEOUT, backend_with_long_timeouts, registry_in,
-    spring_with_long_timeouts,
+    LockMode, Server, ServerKind, TEST_TIMEOUT, backend_with_long_timeouts, registry_with_mode,
+    spring_backend_with_long_timeouts,
 };
 
 const KEY: &str = "coupon/7";
@@ -50,7 +50,7 @@ async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: ServerK
     let (mut first_registry, mut second_registry) =
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
     for mode in MODES {
-        let registry = registry_in(&server.url(), LEASE, mode).await;
+        let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         for by_reentry in [false, true] {
             let first = lock(&registry).await;
             let mut transaction = first_registry.begin().await;
@@ -92,7 +92,7 @@ async fn an_unlock_next_to_an_open_fenced_transaction_returns_at_once(kind: Serv
     for mode in MODES {
         stores.push((format!("{mode:?}"), backend_with_long_timeouts(&server.url(), mode).await));
     }
-    stores.push(("Spring".to_owned(), spring_with_long_timeouts(&server.url()).await));
+    stores.push(("Spring".to_owned(), spring_backend_with_long_timeouts(&server.url()).await));
     for (name, backend) in stores {
         let registry = Registry::builder(backend).timeout(TEST_TIMEOUT * 2).build().unwrap();
         for commits in [true, false] {
@@ -131,7 +131,7 @@ async fn a_server_that_closes_connections_after_commit_causes_no_loss() {
     for kind_of_end in ["CHAIN", "RELEASE"] {
         server.sql(&format!("SET GLOBAL completion_type = '{kind_of_end}'")).await.unwrap();
         for mode in MODES {
-            let registry = registry_in(&server.url(), LEASE, mode).await;
+            let registry = registry_with_mode(&server.url(), LEASE, mode).await;
             for _ in 0..3 {
                 lock(&registry).await.unlock().await.unwrap();
                 let guard = lock(&registry).await;

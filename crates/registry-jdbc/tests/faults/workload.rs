@@ -8,7 +8,7 @@ use registry_testkit::eventually;
 use registry_testkit::history::HistoryEvent;
 use registry_testkit::workload::{self, WorkloadOptions, WorkloadOutcome};
 
-use crate::server::{HAND_OVERS, LockMode, Server, TEST_TIMEOUT, registry_in};
+use crate::server::{HAND_OVERS_MAX, LockMode, Server, TEST_TIMEOUT, registry_with_mode};
 
 /// A short lease, so that tests in which a lease expires are fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
@@ -44,11 +44,11 @@ impl Workload {
     async fn begin_clients(urls: &[String], lease: Duration, mode: LockMode) -> Self {
         let mut registries: Vec<Registry> = Vec::new();
         for url in urls {
-            registries.push(registry_in(url, lease, mode).await);
+            registries.push(registry_with_mode(url, lease, mode).await);
         }
         let keys = |keys: [&str; 3]| keys.map(str::to_owned).to_vec();
         let options = WorkloadOptions::new().keys(keys(KEYS), keys(STEADY_KEYS));
-        let options = options.hand_overs(HAND_OVERS);
+        let options = options.hand_overs(HAND_OVERS_MAX);
         Self { workload: workload::Workload::begin(registries, options).await, mode }
     }
 
@@ -65,7 +65,7 @@ impl Workload {
         other_events: Vec<HistoryEvent>,
     ) -> WorkloadOutcome {
         self.wait_for_progress().await;
-        let verifier = registry_in(&server.url(), LEASE, self.mode).await;
+        let verifier = registry_with_mode(&server.url(), LEASE, self.mode).await;
         let outcome = self.workload.end(verifier, TEST_TIMEOUT, other_events).await;
         // After a grant of unknown outcome, or a release that a crash undid, the key is free at the
         // end of the lease.
