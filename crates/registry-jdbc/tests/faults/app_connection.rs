@@ -1,4 +1,4 @@
-//! The application's own connections and transactions, in either server.
+//! The application's own connections and transactions, for both kinds of servers.
 
 use registry_core::{LockGuard, Registry};
 use registry_jdbc::sqlx::mysql::MySqlConnection;
@@ -81,13 +81,13 @@ impl AppTransaction<'_> {
     }
 
     /// Runs a query that returns one number.
-    pub(crate) async fn number(&mut self, question: &'static str) -> i64 {
+    pub(crate) async fn number(&mut self, query: &'static str) -> i64 {
         match self {
             Self::Postgres(transaction) => {
-                transaction.fetch_one(question).await.unwrap().get::<i64, _>(0)
+                transaction.fetch_one(query).await.unwrap().get::<i64, _>(0)
             }
             Self::MySql(transaction) => {
-                transaction.fetch_one(question).await.unwrap().get::<i64, _>(0)
+                transaction.fetch_one(query).await.unwrap().get::<i64, _>(0)
             }
         }
     }

@@ -63,8 +63,8 @@ async fn a_call_that_is_dropped_at_any_poll_leaves_no_open_transaction(kind: Ser
     assert_eq!(server.open_transactions().await, "0");
 }
 
-/// Drops a call while the server is suspended, as a time-out does. With sqlx's pool, the
-/// transaction that the call began would stay open.
+/// Drops a call while the server is suspended, as a time-out does. With sqlx's pool, a transaction
+/// that the call began could stay open.
 async fn a_paused_server_has_no_open_transaction_afterwards(kind: ServerKind) {
     let server = kind.start().await;
     let options = OpenOptions {

@@ -1,4 +1,4 @@
-//! The texts of errors: operation, key, address, cause and hint.
+//! The text of the error of an unreachable server contains operation, key, address, cause and hint.
 
 use futures_util::future::join_all;
 use registry_core::Registry;
@@ -19,12 +19,12 @@ async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     let spring = spring_backend_with_long_timeouts(&server.url()).await;
     registries.push(("Spring".to_owned(), Registry::builder(spring).lease(LEASE).build().unwrap()));
     server.kill();
-    let name = match kind {
+    let scheme = match kind {
         ServerKind::Postgres => "postgres",
         ServerKind::MariaDb => "mysql",
     };
     let refused =
-        format!("{name}: the connection was refused; check that the server runs at this address");
+        format!("{scheme}: the connection was refused; check that the server runs at this address");
     // Concurrent, because each call retries for the length of a lease.
     let calls = registries.iter().map(async |(mode, registry)| {
         let error = within(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap_err();

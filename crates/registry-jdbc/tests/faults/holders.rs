@@ -1,5 +1,5 @@
-//! The holder of a row lock can be inspected and force-released, although the server knows such a
-//! lock only as an open transaction.
+//! The holder of a row lock can be inspected and force-released, although in the server such a lock
+//! is only an open transaction.
 
 use std::time::Duration;
 
@@ -32,7 +32,8 @@ fn assert_is_of(holder: &Holder, guard: &LockGuard, label: &str) {
     assert!(holder.held_for.is_some_and(|held| held < TEST_TIMEOUT), "{holder:?}");
 }
 
-/// A namespace may contain locks of both kinds. Each store inspects and force-releases both.
+/// A namespace may contain leases and row locks. A backend of either mode inspects and
+/// force-releases both.
 async fn lease_and_row_backends_list_and_break_each_others_locks(kind: ServerKind) {
     let server = kind.start().await;
     let modes = [LockMode::Lease, LockMode::Row];
@@ -72,12 +73,13 @@ async fn lease_and_row_backends_list_and_break_each_others_locks(kind: ServerKin
     assert_eq!(rows.list().await.unwrap(), []);
 }
 
-/// A released key has no holder, whatever its former connection does next.
+/// A released key has no holder, even while its former connection holds another lock, and after a
+/// restart of the server.
 async fn a_released_row_lock_is_free_and_cannot_be_broken(kind: ServerKind) {
     let server = kind.start().await;
     let rows = registry(&server, LockMode::Row).await;
     lock(&rows, "a", "gone").await.unlock().await.unwrap();
-    // The row store reuses the same connection.
+    // The backend uses the same connection for the next lock.
     let guard = lock(&rows, "b", "here").await;
     assert_eq!(holder(&rows, "a").await, None);
     assert!(!rows.force_release("a").await.unwrap());
@@ -88,8 +90,8 @@ async fn a_released_row_lock_is_free_and_cannot_be_broken(kind: ServerKind) {
     server.kill();
     server.start_again().await;
     within(TEST_TIMEOUT, guard.lost()).await;
-    let again = async || try_inspect(&rows, "a").await;
-    assert_eq!(eventually(TEST_TIMEOUT, again).await, None);
+    let inspect_again = async || try_inspect(&rows, "a").await;
+    assert_eq!(eventually(TEST_TIMEOUT, inspect_again).await, None);
     lock(&rows, "b", "here").await.unlock().await.unwrap();
     assert!(!rows.force_release("a").await.unwrap());
 }
@@ -98,14 +100,14 @@ async fn try_inspect(registry: &Registry, key: &str) -> Result<Option<Holder>, L
     Ok(registry.obtain(key).holders().await?.pop())
 }
 
-/// Inspection shows that a caller's transaction holds the key, and nothing more. The transaction
-/// cannot be force-released.
+/// Inspection shows that an application's transaction holds the key, but neither token nor label.
+/// The transaction cannot be force-released.
 async fn a_callers_transaction_is_listed_and_cannot_be_broken(kind: ServerKind) {
     let server = kind.start().await;
     let mut app_connection = AppConnection::connect(&server).await;
     for mode in [LockMode::Lease, LockMode::Row] {
         let registry = registry(&server, mode).await;
-        // For a new key, and for a row that names an earlier holder.
+        // First with new keys, and then with a row that names an earlier holder.
         for key in ["a", "b", "b"] {
             let mut transaction = app_connection.begin().await;
             transaction.try_lock_in(&registry, key).await.unwrap().unwrap();
@@ -130,12 +132,12 @@ async fn a_refused_forced_release_names_the_missing_right(kind: ServerKind) {
         ServerKind::Postgres => ("worker", "pg_signal_backend"),
         ServerKind::MariaDb => ("worker@'127.0.0.1'", "CONNECTION ADMIN"),
     };
-    let make = match kind {
+    let create_user = match kind {
         ServerKind::Postgres => "CREATE ROLE worker LOGIN",
         ServerKind::MariaDb => "CREATE USER worker@'127.0.0.1'",
     };
     let grants = format!(
-        "{make}; GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO {user}; \
+        "{create_user}; GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO {user}; \
          GRANT SELECT, UPDATE ON lock_registry_meta TO {user}; \
          GRANT SELECT, INSERT, UPDATE ON lock_registry_values TO {user}; \
          GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_waiters TO {user}"

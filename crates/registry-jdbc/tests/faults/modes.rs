@@ -1,8 +1,9 @@
-//! Locks that end with a connection. Exclusion is violated only if the server itself has ended the
-//! connection, and only until the holder notices.
+//! Session locks and row locks, which end with a connection. Exclusion is violated only if the
+//! server itself ended the connection, and only until the holder detects that.
 
 use std::time::Duration;
 
+use registry_testkit::eventually;
 use tokio::time::sleep;
 
 use crate::server::{LockMode, RESPONSE_TIMEOUT, ServerKind, TEST_TIMEOUT};
@@ -47,7 +48,7 @@ async fn closed_connections_of_row_locks_cost_exclusion_briefly(kind: ServerKind
     closed_connections_cost_exclusion_briefly(kind, LockMode::Row).await;
 }
 
-/// The pause is shorter than the response timeout, so no lock is lost.
+/// The pause is shorter than the response timeout, so the clients keep their connections.
 async fn a_short_pause_ends_no_hold(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
     let workload = Workload::begin_with_mode(&server, mode).await;
@@ -83,8 +84,7 @@ async fn a_long_pause_violates_no_property(kind: ServerKind, mode: LockMode) {
         workload.wait_for_progress().await;
     }
     workload.end(&server).await.assert_guarantees();
-    registry_testkit::eventually(TEST_TIMEOUT, async || server.open_transactions().await == "0")
-        .await;
+    eventually(TEST_TIMEOUT, async || server.open_transactions().await == "0").await;
 }
 
 async fn a_long_pause_violates_no_property_of_session_locks(kind: ServerKind) {

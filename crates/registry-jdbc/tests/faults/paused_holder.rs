@@ -1,4 +1,5 @@
-//! A holder that is paused for longer than its lease, and then writes.
+//! A holder is paused for longer than its lease, and then tries to write. Both the fence and the
+//! token column of the written table refuse the write.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -17,8 +18,8 @@ use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode};
 /// So long that a loaded machine does not end the lease of the successor.
 const LEASE: Duration = Duration::from_secs(10);
 
-/// Writes in a fenced transaction. If the fence refuses, writes with the token alone, so that the
-/// table's comparison of tokens must refuse as well.
+/// The table behind a database URL. Writes in a fenced transaction. If the fence returns an error,
+/// writes without it, so that the table's comparison of tokens must refuse as well.
 #[derive(Debug)]
 struct StockTable(String);
 

@@ -1,4 +1,5 @@
-//! Clients in other processes, which can be killed at any point.
+//! A client in another process is killed while it holds locks. Other clients acquire them long
+//! before the lease ends.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,9 +9,10 @@ use registry_testkit::holder::{LockHolder, run_child_process, serve};
 use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode};
 use crate::workload::{KEYS, Workload};
 
-/// So long that no client can have waited for its end.
+/// So long that no client of the test waits until its end.
 const LEASE: Duration = Duration::from_secs(60);
-/// The server notices at once that a process on the same host has died.
+/// The server detects at once that a process on the same host has died. The rest is for a loaded
+/// machine.
 const DETECTION_MAX: Duration = Duration::from_secs(20);
 
 #[test]
@@ -29,8 +31,8 @@ async fn client(url: &str, mode: LockMode) -> LockHolder {
     LockHolder::spawn_test("processes::a_client_process", &target).await.unwrap()
 }
 
-/// During a workload, a client dies that holds every key, and also one that no other client
-/// competes for.
+/// During a workload, kills a client that holds every contested key, and one more key, which the
+/// workload does not use.
 async fn killing_a_client_frees_its_locks(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
     let workload = Workload::begin_with_mode(&server, mode).await;
@@ -54,13 +56,13 @@ async fn killing_a_client_frees_its_locks(kind: ServerKind, mode: LockMode) {
         events.extend(client.events());
     }
     let outcome = workload.end_with(&server, events).await.with_deaths(&deaths);
-    let held = |(client, at): &(u32, u64)| {
+    let keys_held_at_death = |(client, at): &(u32, u64)| {
         let grants = outcome.history.grants.iter();
         let held = grants.filter(|grant| grant.client == *client && grant.lost == Some(*at));
         held.map(|grant| grant.key.to_string()).collect::<Vec<_>>()
     };
     for death in &deaths {
-        assert_eq!(held(death), ["a", "b", "c", "its own"]);
+        assert_eq!(keys_held_at_death(death), ["a", "b", "c", "its own"]);
     }
     assert!(outcome.losses.is_empty(), "no other client was killed: {:?}", outcome.losses);
     outcome.assert_guarantees();

@@ -1,11 +1,12 @@
-//! A session that is granted the same key repeatedly does not write every grant to the row. Tokens
-//! and fences keep their guarantees all the same.
+//! A session that is granted the same key repeatedly reserves tokens, and does not write every
+//! grant to the row. Tokens and fences still keep their guarantees.
+
+use std::time::Duration;
 
 use registry_core::{LockGuard, LockOptions, Registry};
 use registry_jdbc::FenceError;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::{eventually, within};
-use std::time::Duration;
 
 use crate::app_connection::AppConnection;
 use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
@@ -27,36 +28,36 @@ fn token(guard: &LockGuard) -> i64 {
     guard.fencing_token().into()
 }
 
-/// Checks that tokens grow.
+/// Checks that each token is larger than the last one.
 #[derive(Debug, Default)]
-struct Tokens {
+struct TokenCheck {
     last: i64,
 }
 
-impl Tokens {
-    fn grow(&mut self, guard: &LockGuard) {
+impl TokenCheck {
+    fn assert_grows(&mut self, guard: &LockGuard) {
         let token = token(guard);
         assert!(self.last < token, "{token} after {}", self.last);
         self.last = token;
     }
 
-    /// Locks and unlocks `pairs` times.
-    async fn pairs(&mut self, registry: &Registry, pairs: u32) {
-        for _ in 0..pairs {
+    /// Locks and unlocks `times` times.
+    async fn lock_and_unlock(&mut self, registry: &Registry, times: u32) {
+        for _ in 0..times {
             let guard = lock(registry).await;
-            self.grow(&guard);
+            self.assert_grows(&guard);
             guard.unlock().await.unwrap();
         }
     }
 
-    /// Returns a guard whose grant was not written to the row.
-    async fn unwritten(&mut self, server: &Server, registry: &Registry) -> LockGuard {
+    /// Acquires the lock until a grant is not written to the row. Returns the guard of that grant.
+    async fn lock_without_write(&mut self, server: &Server, registry: &Registry) -> LockGuard {
         let last = &mut self.last;
         let mut tokens = Self { last: *last };
         let guard = eventually(TEST_TIMEOUT, async || {
-            tokens.pairs(registry, 100).await;
+            tokens.lock_and_unlock(registry, 100).await;
             let guard = lock(registry).await;
-            tokens.grow(&guard);
+            tokens.assert_grows(&guard);
             if row_token(server).await < token(&guard) {
                 return Some(guard);
             }
@@ -77,48 +78,49 @@ async fn row_token(server: &Server) -> i64 {
 async fn tokens_of_alternating_sessions_increase(kind: ServerKind) {
     let server = kind.start().await;
     let sessions = [session(&server).await, session(&server).await, session(&server).await];
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     for _ in 0..60 {
-        let pairs = fastrand::u32(1..30);
-        tokens.pairs(&sessions[fastrand::usize(..sessions.len())], pairs).await;
+        let times = fastrand::u32(1..30);
+        tokens.lock_and_unlock(&sessions[fastrand::usize(..sessions.len())], times).await;
     }
     for session in &sessions {
-        drop(tokens.unwritten(&server, session).await);
+        drop(tokens.lock_without_write(&server, session).await);
         session.idle().await;
     }
 }
 
-/// A client of another mode holds the key in between, by lease or by row lock.
+/// Between two grants of the session, a client of another mode holds the key, by lease or by row
+/// lock.
 async fn a_session_detects_grants_of_other_modes(kind: ServerKind) {
     let server = kind.start().await;
     let first_registry = session(&server).await;
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     for mode in [LockMode::Lease, LockMode::Row] {
         let other = registry_with_mode(&server.url(), LEASE, mode).await;
-        tokens.unwritten(&server, &first_registry).await.unlock().await.unwrap();
+        tokens.lock_without_write(&server, &first_registry).await.unlock().await.unwrap();
         let held = lock(&other).await;
-        tokens.grow(&held);
+        tokens.assert_grows(&held);
         let lock = first_registry.obtain(KEY);
-        // In this mode a locked row is reported as a retryable store error.
+        // A session reports a row that a row lock holds as a retryable store error.
         assert!(!matches!(lock.try_lock().await, Ok(Some(_))), "{mode:?}");
         held.unlock().await.unwrap();
-        tokens.pairs(&first_registry, 1).await;
+        tokens.lock_and_unlock(&first_registry, 1).await;
     }
 }
 
 async fn tokens_increase_after_crashes(kind: ServerKind) {
     let mut server = kind.start().await;
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     for _ in 0..3 {
         let first_registry = session(&server).await;
-        drop(tokens.unwritten(&server, &first_registry).await);
+        drop(tokens.lock_without_write(&server, &first_registry).await);
         server.kill();
         server.start_again().await;
         let other = session(&server).await;
-        tokens.pairs(&other, 1).await;
-        let again = || eventually(TEST_TIMEOUT, async || first_registry.obtain(KEY).lock().await);
-        let guard = again().await;
-        tokens.grow(&guard);
+        tokens.lock_and_unlock(&other, 1).await;
+        let relock = || eventually(TEST_TIMEOUT, async || first_registry.obtain(KEY).lock().await);
+        let guard = relock().await;
+        tokens.assert_grows(&guard);
     }
 }
 
@@ -126,12 +128,12 @@ async fn tokens_increase_after_crashes(kind: ServerKind) {
 async fn free_rows_stay_free_when_the_clock_is_set_back(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_with_clock(&clock).await;
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     for mode in [LockMode::Row, LockMode::Session, LockMode::Lease] {
         let registry = registry_with_mode(&server.url(), LEASE, mode).await;
-        tokens.pairs(&registry, 2).await;
+        tokens.lock_and_unlock(&registry, 2).await;
         clock.jump_wall(-HOUR).unwrap();
-        tokens.pairs(&registry, 2).await;
+        tokens.lock_and_unlock(&registry, 2).await;
     }
 }
 
@@ -139,27 +141,27 @@ async fn tokens_increase_when_the_clock_is_set_back(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_with_clock(&clock).await;
     let (first_registry, other) = (session(&server).await, session(&server).await);
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     for _ in 0..2 {
-        tokens.unwritten(&server, &first_registry).await.unlock().await.unwrap();
+        tokens.lock_without_write(&server, &first_registry).await.unlock().await.unwrap();
         clock.jump_wall(-HOUR).unwrap();
-        tokens.pairs(&first_registry, 2).await;
-        tokens.pairs(&other, 2).await;
-        tokens.pairs(&first_registry, 2).await;
+        tokens.lock_and_unlock(&first_registry, 2).await;
+        tokens.lock_and_unlock(&other, 2).await;
+        tokens.lock_and_unlock(&first_registry, 2).await;
         clock.jump_wall(2 * HOUR).unwrap();
     }
 }
 
-/// Deletes all rows as a purge does. Their tokens are kept in the floor.
+/// Deletes all rows, as a purge does. The column `floor` keeps the largest of their tokens.
 async fn purge(server: &Server) {
-    // In PostgreSQL a trigger updates the floor.
+    // In PostgreSQL a trigger updates `floor` as well.
     let floor = "UPDATE lock_registry_meta SET floor = GREATEST(floor, \
         COALESCE((SELECT MAX(token + block - 1) FROM lock_registry_locks), 0))";
     server.sql(&format!("{floor}; DELETE FROM lock_registry_locks")).await.unwrap();
 }
 
-/// A random sequence of all clients that may hold the key, and of changes to sessions, rows and
-/// clocks. The printed seed reproduces a run.
+/// A random sequence of grants to clients of all modes, and of changes to sessions, rows and
+/// clocks. The printed seed determines the sequence.
 async fn tokens_increase_across_random_events(kind: ServerKind) {
     const STEPS: u32 = 120;
     let clock = ClockShim::new().unwrap();
@@ -168,27 +170,27 @@ async fn tokens_increase_across_random_events(kind: ServerKind) {
     let leases = registry_with_mode(&server.url(), LEASE, LockMode::Lease).await;
     let rows = registry_with_mode(&server.url(), LEASE, LockMode::Row).await;
     let mut app_connection = AppConnection::connect(&server).await;
-    let mut tokens = Tokens::default();
+    let mut tokens = TokenCheck::default();
     let seed = fastrand::u64(..);
     println!("seed {seed}");
     let mut rng = fastrand::Rng::with_seed(seed);
     for step in 0..STEPS {
         let first_registry = &sessions[rng.usize(..sessions.len())];
         match rng.u32(..12) {
-            // Enough pairs for a token reservation.
-            0..4 => tokens.pairs(first_registry, rng.u32(1..120)).await,
-            4 => tokens.pairs(&leases, 1).await,
-            5 => tokens.pairs(&rows, 1).await,
+            // Often enough grants for a token reservation.
+            0..4 => tokens.lock_and_unlock(first_registry, rng.u32(1..120)).await,
+            4 => tokens.lock_and_unlock(&leases, 1).await,
+            5 => tokens.lock_and_unlock(&rows, 1).await,
             6 => purge(&server).await,
             7 => {
-                // By a second, which a token reservation may cover, or by more.
-                let far = rng.i64(-HOUR..=HOUR);
-                let seconds = if rng.bool() { rng.i64(-1..=1) } else { far };
+                // By at most a second, which a token reservation may cover, or by more.
+                let large_jump = rng.i64(-HOUR..=HOUR);
+                let seconds = if rng.bool() { rng.i64(-1..=1) } else { large_jump };
                 clock.jump_wall(seconds).unwrap();
             }
             8 => {
                 let guard = lock(first_registry).await;
-                tokens.grow(&guard);
+                tokens.assert_grows(&guard);
                 server.close_session_connection().await;
                 within(TEST_TIMEOUT, guard.lost()).await;
                 drop(guard);
@@ -196,7 +198,7 @@ async fn tokens_increase_across_random_events(kind: ServerKind) {
             }
             9 => {
                 let guard = lock(first_registry).await;
-                tokens.grow(&guard);
+                tokens.assert_grows(&guard);
                 let mut transaction = app_connection.begin().await;
                 transaction.fence(&guard).await.unwrap();
                 transaction.commit().await;
@@ -205,7 +207,7 @@ async fn tokens_increase_across_random_events(kind: ServerKind) {
             // The row is purged while the key is held.
             10 => {
                 let guard = lock(first_registry).await;
-                tokens.grow(&guard);
+                tokens.assert_grows(&guard);
                 purge(&server).await;
                 guard.unlock().await.unwrap();
             }
@@ -228,7 +230,7 @@ async fn tokens_increase_across_random_events(kind: ServerKind) {
     }
 }
 
-/// Checks that no caller is granted the key.
+/// Checks that no caller of `registry` is granted the key.
 async fn assert_excluded(registry: &Registry) {
     let options = LockOptions::new().wait(Duration::from_millis(500));
     let got = registry.obtain(KEY).try_lock_with(options).await;
@@ -240,9 +242,9 @@ async fn a_fence_excludes_every_client_even_the_same_session(kind: ServerKind) {
     let (first_registry, other) = (session(&server).await, session(&server).await);
     server.sql("CREATE TABLE sale (n int)").await.unwrap();
     let (mut app_connection, mut tokens) =
-        (AppConnection::connect(&server).await, Tokens::default());
+        (AppConnection::connect(&server).await, TokenCheck::default());
     for _ in 0..3 {
-        let guard = tokens.unwritten(&server, &first_registry).await;
+        let guard = tokens.lock_without_write(&server, &first_registry).await;
         let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         // A second fence changes nothing.
@@ -252,7 +254,7 @@ async fn a_fence_excludes_every_client_even_the_same_session(kind: ServerKind) {
         assert_excluded(&other).await;
         transaction.run(SELL).await;
         transaction.commit().await;
-        tokens.pairs(&first_registry, 1).await;
+        tokens.lock_and_unlock(&first_registry, 1).await;
     }
     assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "3");
 }
@@ -262,8 +264,8 @@ async fn a_fence_outlasts_its_session_and_fails_after_the_next_grant(kind: Serve
     let (first_registry, other) = (session(&server).await, session(&server).await);
     server.sql("CREATE TABLE sale (n int)").await.unwrap();
     let (mut app_connection, mut tokens) =
-        (AppConnection::connect(&server).await, Tokens::default());
-    let guard = tokens.unwritten(&server, &first_registry).await;
+        (AppConnection::connect(&server).await, TokenCheck::default());
+    let guard = tokens.lock_without_write(&server, &first_registry).await;
     let mut transaction = app_connection.begin().await;
     transaction.fence(&guard).await.unwrap();
     server.close_session_connection().await;
@@ -271,13 +273,13 @@ async fn a_fence_outlasts_its_session_and_fails_after_the_next_grant(kind: Serve
     transaction.run(SELL).await;
     transaction.commit().await;
     within(TEST_TIMEOUT, guard.lost()).await;
-    tokens.pairs(&other, 1).await;
+    tokens.lock_and_unlock(&other, 1).await;
 
-    // The other order: another client is granted the key first.
-    let guard = tokens.unwritten(&server, &first_registry).await;
+    // In the other order: another client is granted the key before the fence.
+    let guard = tokens.lock_without_write(&server, &first_registry).await;
     server.close_session_connection().await;
     let successor = lock(&other).await;
-    tokens.grow(&successor);
+    tokens.assert_grows(&successor);
     let mut transaction = app_connection.begin().await;
     let fenced = transaction.fence(&guard).await;
     assert!(matches!(fenced, Err(FenceError::Lost { .. } | FenceError::Backend { .. })));

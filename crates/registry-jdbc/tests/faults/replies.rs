@@ -1,4 +1,4 @@
-//! Requests that the server executed but whose replies were lost.
+//! Requests that the server executed, but whose replies were lost, truncated or late.
 
 use std::time::Duration;
 
@@ -23,10 +23,10 @@ async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
     let watcher = backend(&server.url()).await;
     for round in 0..ROUNDS {
         let key = format!("reply/{round}");
-        // A new registry in each round: pending releases of the previous one have replies of their
-        // own, which the proxy would cut off instead.
+        // A new registry in each round: the proxy would otherwise cut off the reply to a pending
+        // release of the previous round.
         let first_registry = registry(&server.url_via(proxy.addr()), LONG_LEASE).await;
-        // From here on a connection exists, with the statement prepared.
+        // From here on an idle connection with the statement prepared exists.
         first_registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
         let lock = first_registry.obtain(&key);
@@ -41,8 +41,8 @@ async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
     }
 }
 
-/// The engine retries over a new connection, which breaks before the request is sent. That alone
-/// would count as refused.
+/// The connection was idle before the attempt. If the backend repeated the attempt, the new
+/// connection would break before the request is sent. That error alone would count as refused.
 async fn an_attempt_that_may_have_been_executed_is_never_refused(kind: ServerKind) {
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();

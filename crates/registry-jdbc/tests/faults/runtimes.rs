@@ -1,5 +1,6 @@
-//! Callers that lock through a connection and end together with their runtime. Their lock belongs
-//! to the guard and outlives them.
+//! A caller acquires a session lock or a row lock, and then its runtime ends. The lock belongs to
+//! the guard and outlives that runtime. If the runtime owns the connection, the holders are
+//! notified.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,11 +23,11 @@ where
     T: Send + 'static,
     F: Future<Output = T>,
 {
-    let there = tokio::task::spawn_blocking(move || {
+    let finished = tokio::task::spawn_blocking(move || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(work())
     });
-    within(TEST_TIMEOUT, there).await.unwrap()
+    within(TEST_TIMEOUT, finished).await.unwrap()
 }
 
 async fn lock(registry: &Registry, key: &str) -> LockGuard {
@@ -37,8 +38,8 @@ async fn a_lock_outlives_the_runtime_of_its_acquisition(kind: ServerKind, mode: 
     let server = kind.start().await;
     let second_registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
-    let there = first_registry.clone();
-    let guard = run_in_own_runtime(|| async move { lock(&there, KEY).await }).await;
+    let moved_registry = first_registry.clone();
+    let guard = run_in_own_runtime(|| async move { lock(&moved_registry, KEY).await }).await;
     let other = lock(&first_registry, "orders/43").await;
     // A locked row may be reported as busy or as a retryable error.
     assert!(!matches!(second_registry.obtain(KEY).try_lock().await, Ok(Some(_))));
@@ -60,28 +61,28 @@ fn registry_over(backend: &Arc<dyn LockBackend>) -> Registry {
     Registry::builder(Arc::clone(backend)).lease(LEASE).build().unwrap()
 }
 
-/// The runtime of the registry that opened a session owns its connection. The connection ends with
-/// that runtime.
+/// The runtime in which a session was opened owns its connection, so the connection ends with that
+/// runtime. Holders in other runtimes are notified.
 async fn the_end_of_a_runtime_notifies_the_holders_of_its_connection(
     kind: ServerKind,
     mode: LockMode,
 ) {
     let server = kind.start().await;
-    let shared = backend_with_mode(&server.url(), mode).await;
-    let (begun, has_begun) = oneshot::channel();
-    let (end, ends) = oneshot::channel();
-    let there = Arc::clone(&shared);
+    let shared_backend = backend_with_mode(&server.url(), mode).await;
+    let (locked_sender, locked) = oneshot::channel();
+    let (end_sender, end) = oneshot::channel();
+    let moved_backend = Arc::clone(&shared_backend);
     let first = tokio::spawn(run_in_own_runtime(|| async move {
-        let registry = registry_over(&there);
+        let registry = registry_over(&moved_backend);
         let guard = lock(&registry, KEY).await;
-        begun.send(()).unwrap();
-        ends.await.unwrap();
+        locked_sender.send(()).unwrap();
+        end.await.unwrap();
         drop((guard, registry));
     }));
-    within(TEST_TIMEOUT, has_begun).await.unwrap();
-    let first_registry = registry_over(&shared);
+    within(TEST_TIMEOUT, locked).await.unwrap();
+    let first_registry = registry_over(&shared_backend);
     let guard = lock(&first_registry, "orders/43").await;
-    end.send(()).unwrap();
+    end_sender.send(()).unwrap();
     within(TEST_TIMEOUT, first).await.unwrap();
     within(AT_ONCE, guard.lost()).await;
     let second_registry = registry_with_mode(&server.url(), LEASE, mode).await;

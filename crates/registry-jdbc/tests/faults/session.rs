@@ -1,5 +1,5 @@
-//! All locks of a session share one connection. Callers that wait must not cost the others their
-//! locks.
+//! All locks of a session share one connection. Callers that wait must not cause the loss of other
+//! locks of the session.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use crate::app_connection::AppConnection;
 use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_with_mode};
 
 const LEASE: Duration = Duration::from_secs(12);
-/// More than a session could serve in time if it waited for each row.
-const FENCED: usize = 24;
+/// So many that renewals would be late if the session waited for each row.
+const FENCED_KEYS: usize = 24;
 /// The time limit of an uncontended lock on a busy machine. Without bounded waits it takes tens of
 /// seconds.
 const DURATION_MAX: Duration = Duration::from_secs(12);
 
-/// Uses the default timeouts.
+/// Opens a registry with session locks and the default timeouts.
 async fn registry(server: &Server) -> Registry {
     let url = server.url();
     let backend: Arc<dyn LockBackend> = match server {
@@ -42,27 +42,27 @@ async fn registry(server: &Server) -> Registry {
 async fn contended_fenced_keys_end_no_other_lock_of_a_session(kind: ServerKind) {
     let server = Arc::new(kind.start().await);
     let (first_registry, second_registry) = (registry(&server).await, registry(&server).await);
-    let (mut ends, mut transactions) = (Vec::new(), JoinSet::new());
-    for number in 0..FENCED {
+    let (mut end_senders, mut transactions) = (Vec::new(), JoinSet::new());
+    for number in 0..FENCED_KEYS {
         let guard = second_registry.obtain(&format!("fenced/{number}")).lock().await.unwrap();
-        let (fenced, is_fenced) = oneshot::channel();
-        let (end, ended) = oneshot::channel::<()>();
+        let (fenced_sender, fenced) = oneshot::channel();
+        let (end_sender, end) = oneshot::channel::<()>();
         let server = Arc::clone(&server);
         transactions.spawn(async move {
             let mut app_connection = AppConnection::connect(&server).await;
             let mut transaction = app_connection.begin().await;
             transaction.fence(&guard).await.unwrap();
             guard.unlock().await.unwrap();
-            fenced.send(()).unwrap();
-            let _ = ended.await;
+            fenced_sender.send(()).unwrap();
+            let _ = end.await;
             transaction.commit().await;
         });
-        is_fenced.await.unwrap();
-        ends.push(end);
+        fenced.await.unwrap();
+        end_senders.push(end_sender);
     }
     let other_guard = first_registry.obtain("bystander").lock().await.unwrap();
     let mut waiting = JoinSet::new();
-    for number in 0..FENCED {
+    for number in 0..FENCED_KEYS {
         let lock = first_registry.obtain(&format!("fenced/{number}"));
         waiting.spawn(async move {
             let options = LockOptions::new().wait(TEST_TIMEOUT);
@@ -84,7 +84,7 @@ async fn contended_fenced_keys_end_no_other_lock_of_a_session(kind: ServerKind) 
     }
     println!("{kind:?}: a pair took {longest:?} at most");
     assert!(longest < DURATION_MAX, "{longest:?}");
-    drop(ends);
+    drop(end_senders);
     within(TEST_TIMEOUT, transactions.join_all()).await;
     within(TEST_TIMEOUT, waiting.join_all()).await;
     assert!(other_guard.is_held());
@@ -92,8 +92,8 @@ async fn contended_fenced_keys_end_no_other_lock_of_a_session(kind: ServerKind) 
 }
 
 async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: ServerKind) {
-    const TIME: Duration = Duration::from_secs(5);
-    // Four polls a second, and on MariaDB about twenty checks between two polls.
+    const MEASURED_TIME: Duration = Duration::from_secs(5);
+    // Expected are four polls a second, and in MariaDB about twenty checks between two polls.
     const WORK_MAX: u64 = 1_000;
     let server = kind.start().await;
     let leases = registry_with_mode(&server.url(), TEST_TIMEOUT, LockMode::Lease).await;
@@ -101,15 +101,15 @@ async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: ServerK
     let held = leases.obtain("orders/42").lock().await.unwrap();
     let lock = sessions.obtain("orders/42");
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
-    // The waiter listens by then.
-    sleep(TIME / 5).await;
+    // After this pause the waiter listens.
+    sleep(MEASURED_TIME / 5).await;
     let (began, before) = (Instant::now(), server.work_done().await);
-    sleep(TIME).await;
+    sleep(MEASURED_TIME).await;
     let done = server.work_done().await - before;
     let elapsed = began.elapsed();
     println!("{kind:?}: {done} in {elapsed:?}");
-    // A loaded machine may take longer.
-    let work_max = u128::from(WORK_MAX) * elapsed.as_millis() / TIME.as_millis();
+    // On a loaded machine the measurement may take longer.
+    let work_max = u128::from(WORK_MAX) * elapsed.as_millis() / MEASURED_TIME.as_millis();
     assert!(u128::from(done) < work_max, "{done} in {elapsed:?}");
     held.unlock().await.unwrap();
     within(TEST_TIMEOUT, waiter).await.unwrap().unlock().await.unwrap();

@@ -1,4 +1,5 @@
-//! An asynchronous standby is promoted: only the writes that it had not received are lost.
+//! An asynchronous standby is promoted. Writes that it had not received are lost. Their holders
+//! cannot commit, and exclusion is violated only until the next renewal.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -19,15 +20,15 @@ use tokio::task::JoinSet;
 use crate::server::{Server, ServerKind, TEST_TIMEOUT, registry};
 use crate::workload::{LEASE, Workload};
 
-/// The address under which clients reach the current primary.
-struct ForwardingAddress {
+/// A TCP forwarder with a fixed address, through which clients reach the current primary.
+struct Forwarder {
     addr: SocketAddr,
     primary: watch::Sender<SocketAddr>,
     _tasks: JoinSet<()>,
 }
 
-impl ForwardingAddress {
-    async fn of(primary: SocketAddr) -> Self {
+impl Forwarder {
+    async fn start(primary: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let primary = watch::Sender::new(primary);
@@ -48,11 +49,11 @@ impl ForwardingAddress {
     }
 }
 
-/// Two servers, and the address of the current primary.
+/// A primary, its standby, and the forwarder to the current primary.
 struct ReplicatedPair {
     primary: Server,
     standby: Server,
-    address: ForwardingAddress,
+    forwarder: Forwarder,
 }
 
 impl ReplicatedPair {
@@ -70,28 +71,28 @@ impl ReplicatedPair {
                 let standby = MariaDbServer::start_with(options).await.unwrap();
                 let (file, position) = binlog(&primary).await;
                 let port = primary.addr().port();
-                let follow = format!(
+                let replicate = format!(
                     "CHANGE MASTER TO MASTER_HOST='127.0.0.1', MASTER_PORT={port}, MASTER_USER='root', \
                      MASTER_LOG_FILE='{file}', MASTER_LOG_POS={position}; START SLAVE"
                 );
-                standby.sql(&follow).await.unwrap();
+                standby.sql(&replicate).await.unwrap();
                 (Server::MariaDb(primary), Server::MariaDb(standby))
             }
         };
-        let address = ForwardingAddress::of(primary.addr()).await;
-        Self { primary, standby, address }
+        let forwarder = Forwarder::start(primary.addr()).await;
+        Self { primary, standby, forwarder }
     }
 
     fn url(&self) -> String {
-        self.primary.url_via(self.address.addr)
+        self.primary.url_via(self.forwarder.addr)
     }
 
     /// Waits until the standby has received everything from the primary.
-    async fn catch_up(&self) {
+    async fn wait_for_standby(&self) {
         match &self.primary {
             Server::Postgres(primary) => {
-                let has_all = "SELECT count(*) FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()";
-                eventually(TEST_TIMEOUT, async || primary.sql(has_all).await.unwrap() == "1").await;
+                let query = "SELECT count(*) FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()";
+                eventually(TEST_TIMEOUT, async || primary.sql(query).await.unwrap() == "1").await;
             }
             Server::MariaDb(primary) => {
                 let (file, position) = binlog(primary).await;
@@ -102,7 +103,7 @@ impl ReplicatedPair {
     }
 
     /// Stops the replication to the standby.
-    async fn fall_behind(&self) {
+    async fn stop_replication(&self) {
         match &self.primary {
             Server::Postgres(primary) => {
                 let pid = primary.sql("SELECT pid FROM pg_stat_replication").await.unwrap();
@@ -113,25 +114,26 @@ impl ReplicatedPair {
     }
 
     /// Kills the primary and promotes the standby. Writes that were not replicated are lost.
-    async fn fail_over(mut self) -> (Server, ForwardingAddress) {
+    async fn fail_over(mut self) -> (Server, Forwarder) {
         self.primary.kill();
         match &self.standby {
             Server::Postgres(standby) => standby.promote().await.unwrap(),
             Server::MariaDb(standby) => drop(standby.sql("RESET SLAVE ALL").await.unwrap()),
         }
-        self.address.primary.send_replace(self.standby.addr());
-        (self.standby, self.address)
+        self.forwarder.primary.send_replace(self.standby.addr());
+        (self.standby, self.forwarder)
     }
 }
 
-/// The position up to which the primary has written its log.
+/// Returns the file and the position up to which the primary has written its binary log.
 async fn binlog(primary: &MariaDbServer) -> (String, String) {
     let status = primary.sql("SHOW MASTER STATUS").await.unwrap();
     let mut columns = status.split('\t').map(str::to_owned);
     (columns.next().unwrap(), columns.next().unwrap())
 }
 
-/// Whether a fenced transaction of `guard` on the server of `url` commits.
+/// Inserts a sale in a transaction that `guard` fences, on the server of `url`. Returns whether it
+/// committed.
 async fn try_sell(guard: &LockGuard, url: &str) -> bool {
     macro_rules! try_sell {
         ($connection:ty) => {{
@@ -165,10 +167,10 @@ async fn an_unreplicated_lock_is_free_after_a_failover_and_its_holder_cannot_com
     let (first_registry, second_registry) =
         (registry(&url, lease).await, registry(&url, lease).await);
     let older = first_registry.obtain("older").lock().await.unwrap();
-    pair.catch_up().await;
-    pair.fall_behind().await;
+    pair.wait_for_standby().await;
+    pair.stop_replication().await;
     let newer = first_registry.obtain("newer").lock().await.unwrap();
-    let (server, _address) = pair.fail_over().await;
+    let (server, _forwarder) = pair.fail_over().await;
 
     // The lock that had reached the standby is still held. The other one is free, and its holder
     // does not know it yet.
@@ -194,10 +196,10 @@ async fn a_failover_costs_exclusion_until_the_next_renewal_and_tokens_increase(k
     let pair = ReplicatedPair::start(kind).await;
     let workload = Workload::begin_with_urls(&vec![pair.url(); 3], LEASE).await;
     workload.wait_for_progress().await;
-    pair.fall_behind().await;
+    pair.stop_replication().await;
     workload.wait_for_progress().await;
     let begin = workload.now();
-    let (server, _address) = pair.fail_over().await;
+    let (server, _forwarder) = pair.fail_over().await;
     workload.wait_for_progress().await;
     let window = workload.window(begin, LEASE);
     workload.wait_for_progress().await;

@@ -1,5 +1,5 @@
 //! A fenced transaction commits before the next holder's, or not at all. The next holder is a
-//! caller of the same process, which may be granted the lock without the store.
+//! caller of the same process, which may be granted the lock by hand-over, without the store.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ use crate::server::{
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
 const MODES: [LockMode; 3] = [LockMode::Lease, LockMode::Session, LockMode::Row];
-/// Many times the duration of a hand-over and a transaction.
+/// Many times the duration of a hand-over and a transaction, so a next holder that does not wait
+/// would have committed.
 const WAIT: Duration = Duration::from_secs(2);
 
 async fn start_server(kind: ServerKind) -> Server {
@@ -30,7 +31,8 @@ async fn lock(registry: &Registry) -> LockGuard {
     within(TEST_TIMEOUT, registry.obtain(KEY).lock()).await.unwrap()
 }
 
-/// Writes under the lock in a fenced transaction, which is started again if necessary.
+/// Inserts a sale in a fenced transaction. Repeats the transaction if the fence returns a retryable
+/// error.
 async fn sell(guard: &LockGuard, app_connection: &mut AppConnection) {
     loop {
         let mut transaction = app_connection.begin().await;
@@ -47,13 +49,13 @@ async fn sell(guard: &LockGuard, app_connection: &mut AppConnection) {
 
 async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: ServerKind) {
     let server = start_server(kind).await;
-    let (mut first_registry, mut second_registry) =
+    let (mut first_connection, mut second_connection) =
         (AppConnection::connect(&server).await, AppConnection::connect(&server).await);
     for mode in MODES {
         let registry = registry_with_mode(&server.url(), LEASE, mode).await;
         for by_reentry in [false, true] {
             let first = lock(&registry).await;
-            let mut transaction = first_registry.begin().await;
+            let mut transaction = first_connection.begin().await;
             if by_reentry {
                 let inner = first.reenter().unwrap();
                 transaction.fence(&inner).await.unwrap();
@@ -67,12 +69,12 @@ async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: ServerK
             let mut next = Box::pin(async {
                 let guard = lock(&registry).await;
                 assert!(guard.fencing_token() > token, "{mode:?}");
-                sell(&guard, &mut second_registry).await;
+                sell(&guard, &mut second_connection).await;
                 guard.unlock().await
             });
             assert!(poll!(next.as_mut()).is_pending(), "two guards of one key");
             drop(first);
-            // The lock is released, but the transaction has not ended.
+            // The guard is dropped, but the transaction has not ended.
             let early = timeout(WAIT, next.as_mut()).await;
             assert!(early.is_err(), "{mode:?}: the next holder has committed before");
             transaction.commit().await;
@@ -83,8 +85,8 @@ async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: ServerK
     }
 }
 
-/// The caller of `unlock` may be the owner of the transaction, so `unlock` must not wait for its
-/// end.
+/// The caller of `unlock` may be the one that commits the transaction, so `unlock` must not wait
+/// for its end.
 async fn an_unlock_next_to_an_open_fenced_transaction_returns_at_once(kind: ServerKind) {
     let server = start_server(kind).await;
     let mut app_connection = AppConnection::connect(&server).await;
@@ -122,14 +124,14 @@ async fn an_unlock_next_to_an_open_fenced_transaction_returns_at_once(kind: Serv
     }
 }
 
-/// With `completion_type` a server ends the connection after each COMMIT, or begins another
-/// transaction.
+/// With the setting `completion_type`, the server ends the connection after each COMMIT, or begins
+/// another transaction.
 #[tokio::test]
 async fn a_server_that_closes_connections_after_commit_causes_no_loss() {
     let server = start_server(ServerKind::MariaDb).await;
     let mut app_connection = AppConnection::connect(&server).await;
-    for kind_of_end in ["CHAIN", "RELEASE"] {
-        server.sql(&format!("SET GLOBAL completion_type = '{kind_of_end}'")).await.unwrap();
+    for next_step in ["CHAIN", "RELEASE"] {
+        server.sql(&format!("SET GLOBAL completion_type = '{next_step}'")).await.unwrap();
         for mode in MODES {
             let registry = registry_with_mode(&server.url(), LEASE, mode).await;
             for _ in 0..3 {

@@ -1,4 +1,5 @@
-//! The cost of waiting for the server, and the order of grants among waiters.
+//! The number of requests that waiters send, and the order of grants between guards and
+//! transactions that wait.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,13 +27,13 @@ async fn a_waiting_transaction_is_not_starved_by_guards(kind: ServerKind) {
     let by_guards = Arc::new(AtomicU32::new(0));
     let mut tasks = JoinSet::new();
     for _ in 0..GUARDS {
-        let (lock, done) = (registry.obtain(KEY), Arc::clone(&by_guards));
+        let (lock, grants) = (registry.obtain(KEY), Arc::clone(&by_guards));
         tasks.spawn(async move {
             while Instant::now() < until {
                 let guard = lock.lock().await.unwrap();
                 sleep(WORK).await;
                 guard.unlock().await.unwrap();
-                done.fetch_add(1, Ordering::Relaxed);
+                grants.fetch_add(1, Ordering::Relaxed);
             }
         });
     }
@@ -60,13 +61,13 @@ async fn a_waiting_transaction_is_not_starved_by_guards(kind: ServerKind) {
     assert!(by_transactions >= share / 4, "{by_transactions} of a transaction, {share} of a guard");
 }
 
-/// A waiter whose wake-ups are confirmed polls at the end of the holder's lease. Otherwise its poll
-/// interval grows with the time waited. MariaDB sends no wake-ups, so one task polls the keys of
-/// all waiters together.
+/// A waiter whose listener receives notifications polls at the end of the holder's lease. Otherwise
+/// its poll interval grows with the time waited. MariaDB sends no notifications, so one task polls
+/// the keys of all waiters together.
 async fn idle_waiters_send_few_requests(kind: ServerKind) {
     const KEYS: u64 = 200;
     const LEASE: Duration = Duration::from_secs(300);
-    const SETTLED: Duration = Duration::from_secs(30);
+    const SETTLING_TIME: Duration = Duration::from_secs(30);
     const TIME: Duration = Duration::from_secs(30);
     let per_second = match kind {
         ServerKind::Postgres => 10,
@@ -82,8 +83,8 @@ async fn idle_waiters_send_few_requests(kind: ServerKind) {
         let lock = waiting.obtain(&format!("k{n}"));
         waiters.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    // The test measures the number of requests in a fixed time.
-    sleep(SETTLED).await;
+    // The poll intervals must have grown before the requests of a fixed time are counted.
+    sleep(SETTLING_TIME).await;
     let before = server.work_done().await;
     sleep(TIME).await;
     let requests = server.work_done().await - before;
