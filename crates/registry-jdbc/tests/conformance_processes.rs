@@ -1,7 +1,7 @@
 //! The conformance suite over a SQLite file, across processes. Every second client runs in another
 //! process, and so does a holder that is suspended and killed.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 mod stores;
 
@@ -56,7 +56,7 @@ struct SqliteProcessesStore {
 
 #[async_trait]
 impl Store for SqliteProcessesStore {
-    /// Every second client runs in its own process.
+    /// Every second client runs in a process of its own.
     async fn client(&self) -> Arc<dyn LockBackend> {
         let local = self.file.client().await;
         if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {

@@ -1,5 +1,5 @@
-//! A fenced transaction commits only if no other client was granted the lock since. Waiters undo no
-//! renewal.
+//! Locks in a SQLite file that also contains the application's tables. A fenced transaction commits
+//! only if no other client was granted the lock since. Waiters undo no renewal.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -34,22 +34,22 @@ impl SqliteShop {
     async fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shop.db");
-        let mut data = connect(&path).await;
-        data.execute("CREATE TABLE sale (coupon TEXT)").await.unwrap();
+        let mut conn = connect(&path).await;
+        conn.execute("CREATE TABLE sale (coupon TEXT)").await.unwrap();
         Self { _folder: folder, path }
     }
 
-    async fn process(&self) -> Registry {
+    async fn registry(&self) -> Registry {
         registry(&self.path).await
     }
 
-    async fn data(&self) -> SqliteConnection {
+    async fn connect(&self) -> SqliteConnection {
         connect(&self.path).await
     }
 
     async fn sales(&self) -> i64 {
-        let mut data = self.data().await;
-        let count = sqlx::query("SELECT count(*) FROM sale").fetch_one(&mut data);
+        let mut conn = self.connect().await;
+        let count = sqlx::query("SELECT count(*) FROM sale").fetch_one(&mut conn);
         count.await.unwrap().get(0)
     }
 }
@@ -63,8 +63,8 @@ async fn connect(path: &Path) -> SqliteConnection {
     SqliteConnectOptions::new().filename(path).create_if_missing(true).connect().await.unwrap()
 }
 
-async fn sell(guard: &LockGuard, data: &mut SqliteConnection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
+async fn sell(guard: &LockGuard, conn: &mut SqliteConnection) -> Result<(), FenceError> {
+    let mut transaction = conn.begin().await.unwrap();
     guard.fence(&mut transaction).await?;
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
     transaction.commit().await.unwrap();
@@ -78,42 +78,43 @@ async fn lock(registry: &Registry) -> LockGuard {
 #[tokio::test]
 async fn a_holder_whose_log_was_removed_does_not_commit() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
+    let registry = shop.registry().await;
     let guard = lock(&registry).await;
-    let mut data = shop.data().await;
-    sell(&guard, &mut data).await.unwrap();
-    // Before the registry itself verifies the lock, which it does at the next renewal.
+    let mut conn = shop.connect().await;
+    sell(&guard, &mut conn).await.unwrap();
+    // The registry itself detects the loss only at the next renewal.
     std::fs::remove_file(shop.path.with_extension("db-wal")).unwrap();
-    let error = sell(&guard, &mut data).await.unwrap_err();
+    let error = sell(&guard, &mut conn).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
 
 #[tokio::test]
 async fn a_holder_commits() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
+    let registry = shop.registry().await;
     let guard = lock(&registry).await;
-    let mut data = shop.data().await;
-    sell(&guard, &mut data).await.unwrap();
-    sell(&guard, &mut data).await.unwrap();
+    let mut conn = shop.connect().await;
+    sell(&guard, &mut conn).await.unwrap();
+    sell(&guard, &mut conn).await.unwrap();
     assert_eq!(shop.sales().await, 2);
     guard.unlock().await.unwrap();
 }
 
-/// Another process that waits for the lock and sells under it.
+/// Returns a client with its own registry, which waits for the lock and then inserts a sale in a
+/// fenced transaction.
 fn next_holder(shop: &SqliteShop) -> impl Future<Output = ()> + Send + 'static {
     let path = shop.path.clone();
     async move {
         let registry = registry(&path).await;
-        let mut data = connect(&path).await;
+        let mut conn = connect(&path).await;
         let guard = lock(&registry).await;
-        sell(&guard, &mut data).await.unwrap();
+        sell(&guard, &mut conn).await.unwrap();
         guard.unlock().await.unwrap();
     }
 }
 
-/// A fenced transaction excludes all other writers of the file, so it ends before the next holder's
-/// begins. Hold limits and a close occur in between.
+/// A fenced transaction excludes all other writers of the file, so the next holder commits after
+/// it. Meanwhile the lock reaches its `max_hold` or `min_hold`, or the registry is closed.
 #[tokio::test]
 async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_transaction() {
     const HOLD_LIMIT: Duration = Duration::from_secs(4);
@@ -123,10 +124,10 @@ async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_tra
         [(max_hold_options, false), (min_hold_options, false), (plain, true)]
     {
         let shop = SqliteShop::new().await;
-        let registry = shop.process().await;
-        let mut data = shop.data().await;
+        let registry = shop.registry().await;
+        let mut conn = shop.connect().await;
         let guard = registry.obtain("coupon/7").lock_with(options.clone()).await.unwrap();
-        let mut transaction = data.begin().await.unwrap();
+        let mut transaction = conn.begin().await.unwrap();
         guard.fence(&mut transaction).await.unwrap();
         transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
         let end = tokio::spawn(async move {
@@ -139,10 +140,11 @@ async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_tra
             registry
         });
         let mut next_holder = tokio::spawn(next_holder(&shop));
-        let beyond = HOLD_LIMIT + Duration::from_secs(1);
-        assert!(timeout(beyond, &mut next_holder).await.is_err(), "{options:?}: overtaken");
+        let longer = HOLD_LIMIT + Duration::from_secs(1);
+        assert!(timeout(longer, &mut next_holder).await.is_err(), "{options:?}: overtaken");
         transaction.commit().await.unwrap();
-        // On a loaded machine, a close may give up its release, and the lease must end.
+        // On a loaded machine, the close may give up its release. The next holder then waits for
+        // the end of the lease.
         timeout(TIMEOUT * 3, next_holder).await.unwrap().unwrap();
         assert_eq!(shop.sales().await, 2, "{options:?}");
         drop(end.await.unwrap());
@@ -152,10 +154,10 @@ async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_tra
 #[tokio::test]
 async fn a_fence_future_that_is_not_polled_admits_no_other_holder() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
-    let mut data = shop.data().await;
+    let registry = shop.registry().await;
+    let mut conn = shop.connect().await;
     let guard = lock(&registry).await;
-    let mut transaction = data.begin().await.unwrap();
+    let mut transaction = conn.begin().await.unwrap();
     let mut fence = Box::pin(guard.fence(&mut transaction));
     let is_ready = futures_util::poll!(fence.as_mut()).map(Result::unwrap).is_ready();
     let mut next_holder = tokio::spawn(next_holder(&shop));
@@ -175,8 +177,8 @@ async fn a_fence_future_that_is_not_polled_admits_no_other_holder() {
 #[tokio::test]
 async fn every_token_of_a_block_passes_the_fence() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
-    let mut data = shop.data().await;
+    let registry = shop.registry().await;
+    let mut conn = shop.connect().await;
     // A local hand-over does not use the store. Each holder has a larger token of the same grant.
     let mut guard = lock(&registry).await;
     for _ in 0..3 {
@@ -185,19 +187,19 @@ async fn every_token_of_a_block_passes_the_fence() {
         let token = guard.fencing_token();
         let (_, next_holder) = tokio::join!(guard.unlock(), next_holder);
         assert!(next_holder.fencing_token() > token);
-        sell(&next_holder, &mut data).await.unwrap();
+        sell(&next_holder, &mut conn).await.unwrap();
         guard = next_holder;
     }
     let again = guard.reenter().unwrap();
-    sell(&again, &mut data).await.unwrap();
+    sell(&again, &mut conn).await.unwrap();
     assert_eq!(shop.sales().await, 4);
 }
 
 #[tokio::test]
 async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
     let shop = SqliteShop::new().await;
-    let (a, b) = (shop.process().await, shop.process().await);
-    let (mut data_a, mut data_b) = (shop.data().await, shop.data().await);
+    let (a, b) = (shop.registry().await, shop.registry().await);
+    let (mut conn_a, mut conn_b) = (shop.connect().await, shop.connect().await);
 
     for (successors, mode) in (1..).zip(["exclusive", "shared", "permits"]) {
         let acquire = async |registry: &Registry, units| match mode {
@@ -208,13 +210,13 @@ async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
         let stale = acquire(&a, 2).await;
         assert!(b.force_release("coupon/7").await.unwrap());
         assert!(stale.is_held(), "{mode}: it cannot know yet");
-        let error = sell(&stale, &mut data_a).await.unwrap_err();
+        let error = sell(&stale, &mut conn_a).await.unwrap_err();
         assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
 
         let successor = acquire(&b, 1).await;
-        let error = sell(&stale, &mut data_a).await.unwrap_err();
+        let error = sell(&stale, &mut conn_a).await.unwrap_err();
         assert!(matches!(error, FenceError::Lost { .. }) && !error.is_retryable(), "{mode}");
-        sell(&successor, &mut data_b).await.unwrap();
+        sell(&successor, &mut conn_b).await.unwrap();
         assert_eq!(shop.sales().await, successors);
         drop(stale);
         successor.unlock().await.unwrap();
@@ -225,14 +227,14 @@ async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
 #[tokio::test]
 async fn a_holder_that_knows_of_its_loss_is_refused_without_io() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
+    let registry = shop.registry().await;
     let options = LockOptions::new().lease(Duration::from_millis(100)).auto_renew(false);
     let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap();
     timeout(TIMEOUT, guard.lost()).await.unwrap();
     // A database without tables: a query to it would return another error.
     let other_folder = tempfile::tempdir().unwrap();
-    let mut data = connect(&other_folder.path().join("x.db")).await;
-    let mut transaction = data.begin().await.unwrap();
+    let mut conn = connect(&other_folder.path().join("x.db")).await;
+    let mut transaction = conn.begin().await.unwrap();
     let error = guard.fence(&mut transaction).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
@@ -240,17 +242,17 @@ async fn a_holder_that_knows_of_its_loss_is_refused_without_io() {
 #[tokio::test]
 async fn a_fenced_transaction_delays_the_next_holder_until_it_ends() {
     let shop = SqliteShop::new().await;
-    let (a, b) = (shop.process().await, shop.process().await);
-    let mut data = shop.data().await;
+    let (a, b) = (shop.registry().await, shop.registry().await);
+    let mut conn = shop.connect().await;
 
     let options = LockOptions::new().lease(Duration::from_secs(10)).auto_renew(false);
     let guard = a.obtain("coupon/7").lock_with(options).await.unwrap();
-    let mut transaction = data.begin().await.unwrap();
+    let mut transaction = conn.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
 
-    // The lease expires while the transaction is open. The lock is free, but no client can be
-    // granted it yet.
+    // The lease expires while the transaction is open. The key is free, but the transaction delays
+    // the next grant.
     timeout(TIMEOUT, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
@@ -262,19 +264,19 @@ async fn a_fenced_transaction_delays_the_next_holder_until_it_ends() {
     assert_eq!(shop.sales().await, 1, "the sale was there before the successor was");
 }
 
-/// The caller of `unlock` may be the owner of the transaction, so `unlock` must not wait for its
-/// end.
+/// The caller of `unlock` may be the one that commits the transaction, so `unlock` must not wait
+/// for its end.
 #[tokio::test]
 async fn an_unlock_during_an_open_fenced_transaction_returns_an_error_that_names_the_transaction() {
     let shop = SqliteShop::new().await;
-    // Far longer than `unlock` may take.
+    // Far longer than the test waits for `unlock`.
     let config = SqliteConfig::new(&shop.path).with_busy_timeout(TIMEOUT * 2);
     let backend = Arc::new(SqliteBackend::open(config).await.unwrap());
     let registry = Registry::builder(backend).timeout(TIMEOUT * 3).build().unwrap();
-    let mut data = shop.data().await;
+    let mut conn = shop.connect().await;
     for commits in [true, false] {
         let guard = lock(&registry).await;
-        let mut transaction = data.begin().await.unwrap();
+        let mut transaction = conn.begin().await.unwrap();
         guard.fence(&mut transaction).await.unwrap();
         match timeout(TIMEOUT, guard.unlock()).await.unwrap() {
             Err(LockError::Backend { source, .. }) => {
@@ -298,18 +300,18 @@ async fn an_unlock_during_an_open_fenced_transaction_returns_an_error_that_names
 #[tokio::test]
 async fn a_transaction_with_an_outdated_snapshot_gets_a_retryable_error() {
     let shop = SqliteShop::new().await;
-    let registry = shop.process().await;
+    let registry = shop.registry().await;
     let guard = lock(&registry).await;
-    let (mut data, mut other) = (shop.data().await, shop.data().await);
+    let (mut conn, mut other) = (shop.connect().await, shop.connect().await);
 
-    let mut transaction = data.begin().await.unwrap();
+    let mut transaction = conn.begin().await.unwrap();
     sqlx::query("SELECT * FROM sale").fetch_all(&mut *transaction).await.unwrap();
     other.execute("INSERT INTO sale VALUES ('6')").await.unwrap();
     let error = guard.fence(&mut transaction).await.unwrap_err();
     assert!(matches!(error, FenceError::Busy { .. }) && error.is_retryable(), "{error:?}");
     transaction.rollback().await.unwrap();
 
-    let mut transaction = data.begin_with("BEGIN IMMEDIATE").await.unwrap();
+    let mut transaction = conn.begin_with("BEGIN IMMEDIATE").await.unwrap();
     sqlx::query("SELECT * FROM sale").fetch_all(&mut *transaction).await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     transaction.commit().await.unwrap();
@@ -318,25 +320,26 @@ async fn a_transaction_with_an_outdated_snapshot_gets_a_retryable_error() {
 #[tokio::test]
 async fn a_transaction_on_another_database_is_refused() {
     let (shop, other_shop) = (SqliteShop::new().await, SqliteShop::new().await);
-    let registry = shop.process().await;
+    let registry = shop.registry().await;
     let guard = lock(&registry).await;
-    // Without lock tables, with the right file attached to the wrong one, and with lock tables of
-    // its own.
-    let mut data = other_shop.data().await;
-    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    let mut conn = other_shop.connect().await;
+    // The other file has no lock tables.
+    assert!(matches!(sell(&guard, &mut conn).await.unwrap_err(), FenceError::OtherDatabase));
+    // The shop's file is attached to the other one.
     let attach = sqlx::query("ATTACH ?1 AS shop").bind(shop.path.to_str().unwrap().to_owned());
-    attach.execute(&mut data).await.unwrap();
-    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
-    let _other_registry = other_shop.process().await;
-    let mut data = other_shop.data().await;
-    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    attach.execute(&mut conn).await.unwrap();
+    assert!(matches!(sell(&guard, &mut conn).await.unwrap_err(), FenceError::OtherDatabase));
+    // The other file has lock tables of its own.
+    let _other_registry = other_shop.registry().await;
+    let mut conn = other_shop.connect().await;
+    assert!(matches!(sell(&guard, &mut conn).await.unwrap_err(), FenceError::OtherDatabase));
 }
 
 #[tokio::test]
 async fn a_lock_of_another_store_cannot_fence() {
     let shop = SqliteShop::new().await;
     let guard = lock(&Registry::in_memory().unwrap()).await;
-    let error = sell(&guard, &mut shop.data().await).await.unwrap_err();
+    let error = sell(&guard, &mut shop.connect().await).await.unwrap_err();
     assert!(matches!(error, FenceError::Unsupported { database: "SQLite", .. }), "{error:?}");
     assert!(error.to_string().contains("coupon/7"));
 }
@@ -348,15 +351,15 @@ async fn a_fence_checks_the_namespace_of_its_lock() {
     let other = Arc::new(SqliteBackend::open(config).await.unwrap());
     let backend: Arc<dyn LockBackend> = Arc::<SqliteBackend>::clone(&other);
     let other = Registry::builder(backend).build().unwrap();
-    let (guard, other_guard) = (lock(&shop.process().await).await, lock(&other).await);
+    let (guard, other_guard) = (lock(&shop.registry().await).await, lock(&other).await);
     assert!(other.force_release("coupon/7").await.unwrap());
-    let mut data = shop.data().await;
-    sell(&guard, &mut data).await.unwrap();
-    assert!(matches!(sell(&other_guard, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+    let mut conn = shop.connect().await;
+    sell(&guard, &mut conn).await.unwrap();
+    assert!(matches!(sell(&other_guard, &mut conn).await.unwrap_err(), FenceError::Lost { .. }));
 }
 
-/// Writes in a fenced transaction. If the fence refuses, writes with the token alone, so that the
-/// table's comparison of tokens must refuse as well.
+/// The table in a SQLite file. Writes in a fenced transaction. If the fence returns an error,
+/// writes without it, so that the table's comparison of tokens must refuse as well.
 #[derive(Debug)]
 struct StockTable(PathBuf);
 
@@ -420,13 +423,13 @@ async fn a_paused_permit_holder_cannot_write() {
 
 async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let shop = SqliteShop::new().await;
-    let mut data = shop.data().await;
-    data.execute("CREATE TABLE stock (value TEXT, token INTEGER)").await.unwrap();
-    data.execute("INSERT INTO stock VALUES ('', 0)").await.unwrap();
+    let mut conn = shop.connect().await;
+    conn.execute("CREATE TABLE stock (value TEXT, token INTEGER)").await.unwrap();
+    conn.execute("INSERT INTO stock VALUES ('', 0)").await.unwrap();
     let path = shop.path.to_str().unwrap();
     let read = async || {
-        let mut data = shop.data().await;
-        sqlx::query("SELECT value FROM stock").fetch_one(&mut data).await.unwrap().get(0)
+        let mut conn = shop.connect().await;
+        sqlx::query("SELECT value FROM stock").fetch_one(&mut conn).await.unwrap().get(0)
     };
     let test = "a_holder_process";
     assert_a_paused_holder_cannot_write(test, path, mode, TIMEOUT * 3, read).await.unwrap();

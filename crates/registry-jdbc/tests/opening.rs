@@ -1,5 +1,5 @@
-//! A file that cannot be opened returns an error with the cause and a remedy. Other files can be
-//! opened by many processes at once.
+//! Opening an unusable SQLite file returns an error with the cause and a remedy. Many processes can
+//! open a usable file at once.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -155,7 +155,7 @@ async fn a_file_with_a_hard_link_is_refused_under_either_name() {
 
 #[test]
 fn a_process_whose_log_was_removed_loses_its_locks() {
-    for lost in [&["-wal"][..], &["-shm"], &["-wal", "-shm"]] {
+    for removed in [&["-wal"][..], &["-shm"], &["-wal", "-shm"]] {
         let folder = folder();
         let path = folder.path().join("locks.db");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -163,14 +163,14 @@ fn a_process_whose_log_was_removed_loses_its_locks() {
             let backend = open(&path).await.unwrap();
             let held = claim("k");
             assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
-            for suffix in lost {
+            for suffix in removed {
                 fs::remove_file(folder.path().join(format!("locks.db{suffix}"))).unwrap();
             }
-            // Without both files it creates them anew and is granted the lock. Without one, the
-            // remaining file may be unreadable.
+            // If both files are missing, the other process creates them anew and is granted the
+            // lock. If one is missing, the remaining file may be unreadable.
             let other = child("child_opens_and_locks", &path).output().unwrap();
             let granted = String::from_utf8_lossy(&other.stdout).contains("GRANTED");
-            assert!(granted || lost.len() < 2, "{other:?}");
+            assert!(granted || removed.len() < 2, "{other:?}");
             assert_eq!(
                 backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap(),
                 Renewal::Gone
@@ -293,7 +293,7 @@ async fn child_opens_and_locks() {
     backend.close().await;
 }
 
-/// This test program, which runs only the test `test`.
+/// Returns a command that runs only the test `test` of this program.
 fn child(test: &str, path: &Path) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", test, "--ignored", "--nocapture"]).env("LOCKS_DB", path);
@@ -306,15 +306,15 @@ fn without_write_access_opening_is_denied() {
     let path = folder.path().join("locks.db");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { open(&path).await.unwrap().close().await });
-    let set =
+    let set_mode =
         |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 
-    // Root can write everywhere, so the child runs as the user `nobody`. That user may have no
-    // access to the folder of the original program.
+    // Root can write everywhere, so the child runs as the user `nobody`. That user may be unable to
+    // read the original program, so it runs a copy.
     let program = folder.path().join("program");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-    set(&program, 0o755);
-    let run = || {
+    set_mode(&program, 0o755);
+    let run_child = || {
         let mut child = Command::new(&program);
         child
             .args(["--exact", "child_opens_and_prints_the_result", "--ignored", "--nocapture"])
@@ -326,17 +326,17 @@ fn without_write_access_opening_is_denied() {
         String::from_utf8_lossy(&child.output().unwrap().stdout).into_owned()
     };
     for (folder_mode, file_mode) in [(0o777, 0o444), (0o555, 0o666)] {
-        set(folder.path(), folder_mode);
-        set(&path, file_mode);
-        let stdout = run();
+        set_mode(folder.path(), folder_mode);
+        set_mode(&path, file_mode);
+        let stdout = run_child();
         assert!(
             stdout.contains("Denied") && stdout.contains("write access"),
             "folder {folder_mode:o}, file {file_mode:o}: {stdout}"
         );
     }
-    set(folder.path(), 0o777);
-    set(&path, 0o666);
-    let stdout = run();
+    set_mode(folder.path(), 0o777);
+    set_mode(&path, 0o666);
+    let stdout = run_child();
     assert!(stdout.contains("OPENED"), "{stdout}");
 }
 
@@ -349,7 +349,8 @@ async fn child_opens_and_prints_the_result() {
     }
 }
 
-/// Runs [`child_with_limited_space`] behind the shell commands `shell`. Returns its output.
+/// Runs [`child_with_limited_space`] in a shell, with the text `shell` before its command. Returns
+/// its output.
 fn run_with_limited_space(limit: &str, shell: &str) -> String {
     let folder = folder();
     let test = child("child_with_limited_space", folder.path());
@@ -374,7 +375,7 @@ fn open_and_try_acquire_report_a_full_disk() {
         assert!(stdout.contains("REPORTED"), "{stdout}");
         return;
     }
-    // Without the right to mount, a file size limit stands for the full disk.
+    // Without the right to mount a disk, a file size limit stands for the full disk.
     eprintln!("this process may not mount a disk, so a file size limit is used: {stdout}");
     let stdout = run_with_limited_space("limit", "trap '' XFSZ; exec");
     assert!(stdout.contains("REPORTED"), "{stdout}");
@@ -509,8 +510,8 @@ fn a_file_that_is_a_mount_point_is_refused() {
         assert!(stdout.contains("REPORTED"), "{stdout}");
         return;
     }
-    // A unit test covers the detection of a mount. Here, an ordinary file must not be taken for
-    // one.
+    // A unit test covers the detection of a mount point. Here, an ordinary file must not be refused
+    // as a mount point.
     eprintln!("this process may not mount a file: {stdout}");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { open(folder.path().join("locks.db")).await.unwrap().close().await });

@@ -9,8 +9,8 @@ use registry_testkit::within;
 use tokio::time::Instant;
 
 use crate::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry, run,
-    server,
+    TEST_TIMEOUT, app_connection, backend, busy, claim, config, error_chain, grant, lock, registry,
+    run, server,
 };
 use crate::servers::failures::*;
 
@@ -44,7 +44,7 @@ async fn many_waiters_share_polls_that_become_rarer() {
         let row = server.sql(status).await.unwrap();
         row.split('\t').next_back().unwrap().parse::<u64>().unwrap()
     };
-    // Separate waiters would poll this often in a tenth of a second.
+    // If each waiter polled separately, 40 queries would take a tenth of a second.
     let (before, began) = (selects().await, Instant::now());
     registry_testkit::eventually(TEST_TIMEOUT, async || selects().await >= before + 40).await;
     assert!(began.elapsed() > Duration::from_millis(300), "{:?}", began.elapsed());
@@ -97,7 +97,7 @@ async fn an_interrupted_statement_has_no_effect_and_returns_a_refused_error() {
     let backend = Arc::new(backend(config).await);
     let held = claim("k");
     grant(&backend, &held).await;
-    let mut other = data(&server).await;
+    let mut other = app_connection(&server).await;
     run(&mut other, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
     let (releasing, claim) = (Arc::clone(&backend), held.clone());
     let release = tokio::spawn(async move { releasing.release(&claim).await });

@@ -6,7 +6,7 @@ use registry_core::{LockBackend, Registry, Renewal};
 use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
 
-use crate::common::{self, backend, claim, config, data, lock, registry};
+use crate::common::{self, app_connection, backend, claim, config, lock, registry};
 use crate::servers::fence::*;
 
 #[tokio::test]
@@ -14,9 +14,9 @@ async fn a_renewal_does_not_wait_for_a_fence_and_returns_an_error() {
     let server = start_server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     let (fenced, other) = (lock(&registry, "coupon/7").await, lock(&registry, "coupon/8").await);
-    let mut transaction = data.begin().await.unwrap();
+    let mut transaction = conn.begin().await.unwrap();
     fenced.fence(&mut transaction).await.unwrap();
 
     let claims = [fenced.claim().clone(), other.claim().clone()];
@@ -33,20 +33,20 @@ async fn a_renewal_does_not_wait_for_a_fence_and_returns_an_error() {
 async fn a_fence_detects_another_server_and_works_from_another_database() {
     let (server, elsewhere) = (start_server().await, start_server().await);
     let guard = lock(&registry(config(&server)).await, "coupon/7").await;
-    let mut other_connection = data(&elsewhere).await;
+    let mut other_connection = app_connection(&elsewhere).await;
     assert!(matches!(
         sell(&guard, &mut other_connection).await.unwrap_err(),
         FenceError::OtherDatabase
     ));
-    let _branch = backend(config(&elsewhere)).await;
+    let _other_backend = backend(config(&elsewhere)).await;
     assert!(matches!(
         sell(&guard, &mut other_connection).await.unwrap_err(),
         FenceError::OtherDatabase
     ));
 
-    // Databases of one server share transactions, so the fence works there too.
+    // A transaction spans all databases of a server, so the fence works from another database.
     server.sql("CREATE DATABASE branch").await.unwrap();
-    let mut connection = data(&server).await;
+    let mut connection = app_connection(&server).await;
     common::run(&mut connection, "USE branch").await;
     sell(&guard, &mut connection).await.unwrap();
     assert_eq!(sales(&server).await, "1");

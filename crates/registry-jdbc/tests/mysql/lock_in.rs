@@ -1,4 +1,4 @@
-//! A lock that lasts until the caller's transaction ends.
+//! `lock_in`: a lock that lasts until the caller's transaction ends.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -9,17 +9,20 @@ use registry_jdbc::sqlx::{Connection, Executor, Row};
 use registry_jdbc::{LockIn, LockInError, MySqlBackend, SqlMode};
 use tokio::time::timeout;
 
-use crate::common::{TEST_TIMEOUT, backend, claim, config, data, grant, registry, run, server};
+use crate::common::{
+    TEST_TIMEOUT, app_connection, backend, claim, config, grant, registry, run, server,
+};
 
-/// A local caller that waits for the transaction is ahead of it in the local queue.
+/// A local caller waits for the end of the transaction, and is ahead of the second `lock_in` in the
+/// local queue.
 #[tokio::test]
-async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() {
+async fn a_transaction_locks_its_key_again_while_a_local_caller_waits_for_it() {
     let server = server().await;
     let rows = Arc::new(MySqlBackend::open_mode(config(&server), SqlMode::Row).await.unwrap());
     let registries = [registry(config(&server)).await, Registry::builder(rows).build().unwrap()];
     for registry in registries {
-        let mut data = data(&server).await;
-        let mut tx = data.begin().await.unwrap();
+        let mut conn = app_connection(&server).await;
+        let mut tx = conn.begin().await.unwrap();
         let first = registry.lock_in(&mut tx, "orders/42").await.unwrap();
         let lock = registry.obtain("orders/42");
         let mut waiting = pin!(lock.lock());
@@ -45,7 +48,7 @@ async fn a_transaction_with_the_lock_reads_the_writes_of_the_previous_holder() {
     let server = server().await;
     server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
     let registry = registry(config(&server)).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let (mut one, mut two) = (app_connection(&server).await, app_connection(&server).await);
     for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
         for connection in [&mut one, &mut two] {
             run(connection, &format!("SET SESSION TRANSACTION ISOLATION LEVEL {level}")).await;
@@ -53,7 +56,7 @@ async fn a_transaction_with_the_lock_reads_the_writes_of_the_previous_holder() {
         let mut tx = one.begin().await.unwrap();
         registry.lock_in(&mut tx, "counter").await.unwrap();
         let mut other = two.begin().await.unwrap();
-        // The transaction requested for the lock and received "busy" before the other one wrote.
+        // The second transaction requests the lock and gets "busy" before the first one writes.
         assert_eq!(registry.try_lock_in(&mut other, "counter").await.unwrap(), None);
         let mut waiting = Box::pin(registry.lock_in(&mut other, "counter"));
         assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
@@ -71,8 +74,8 @@ async fn a_transaction_with_the_lock_reads_the_writes_of_the_previous_holder() {
 async fn an_invalid_lock_in_is_refused() {
     let (here, there) = (server().await, server().await);
     let registry = registry(config(&here)).await;
-    let mut elsewhere = data(&there).await;
-    let mut tx = elsewhere.begin().await.unwrap();
+    let mut other_conn = app_connection(&there).await;
+    let mut tx = other_conn.begin().await.unwrap();
     let error = registry.lock_in(&mut tx, "").await.unwrap_err();
     assert!(matches!(error, LockInError::InvalidKey { .. }), "{error:?}");
     let error = Registry::in_memory().unwrap().lock_in(&mut tx, "a").await.unwrap_err();
@@ -83,7 +86,7 @@ async fn an_invalid_lock_in_is_refused() {
     // The other server has tables of the same names, first without and then with a row of this key.
     let other = backend(config(&there)).await;
     for _ in 0..2 {
-        let mut tx = elsewhere.begin().await.unwrap();
+        let mut tx = other_conn.begin().await.unwrap();
         let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
         assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
         tx.rollback().await.unwrap();

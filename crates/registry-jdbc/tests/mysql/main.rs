@@ -42,15 +42,15 @@ fn row_locks_pass_the_applicable_conformance_clauses() {
     run_conformance(&MariaDbOptions::new(), &SqlMode::Row, 277, 158);
 }
 
-/// There releases are not published.
+/// On these servers, the release of a Spring lock sends no wake-up.
 #[test]
-fn a_table_of_spring_7_passes_the_conformance_suite_without_wakes() {
+fn a_table_of_spring_7_passes_the_conformance_suite_without_wake_ups() {
     run_conformance(&MariaDbOptions::new(), &SqlMode::Spring(SpringTable::v7()), 224, 211);
 }
 
 /// The clauses have leases shorter and longer than the time to live.
 #[test]
-fn a_table_of_spring_6_passes_the_conformance_suite_without_wakes() {
+fn a_table_of_spring_6_passes_the_conformance_suite_without_wake_ups() {
     run_conformance(
         &MariaDbOptions::new(),
         &SqlMode::Spring(SpringTable::v6(Duration::from_secs(10))),

@@ -1,4 +1,4 @@
-//! Locks that are rows, locked by a transaction of their own.
+//! Row locks: each lock is a row that a transaction of its own keeps locked.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,14 +8,14 @@ use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{LockIn, LockInError, MySqlBackend, SpringTable, SqlMode};
 use tokio::time::timeout;
 
-use crate::common::{TEST_TIMEOUT, config, data, lock, server};
+use crate::common::{TEST_TIMEOUT, app_connection, config, lock, server};
 use crate::servers::row::*;
 
 #[tokio::test]
 async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
-    let registry = registry_over(row(config).await);
+    let registry = registry_over(row_backend(config).await);
     let guard = lock(&registry, "orders/42").await;
     server.pause().unwrap();
     assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
@@ -27,15 +27,18 @@ async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     drop(timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
 }
 
-/// `read_only` does not stop the user of these tests from writing.
+/// The user of these tests may write despite `read_only`, so the backend itself must check that
+/// setting.
 #[tokio::test]
 async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
     let server = server().await;
     let spring =
         MySqlBackend::open_mode(config(&server), SqlMode::Spring(SpringTable::v7())).await.unwrap();
-    for registry in
-        [registry(&server).await, session(&server).await, registry_over(Arc::new(spring))]
-    {
+    for registry in [
+        row_registry(&server).await,
+        session_registry(&server).await,
+        registry_over(Arc::new(spring)),
+    ] {
         let guard = lock(&registry, "orders/42").await;
         server.sql("SET GLOBAL read_only = 1").await.unwrap();
         if registry.capabilities().reports_invalidations {
@@ -64,9 +67,9 @@ async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
 #[tokio::test]
 async fn lock_in_does_not_support_session_locks() {
     let server = server().await;
-    let registry = session(&server).await;
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
+    let registry = session_registry(&server).await;
+    let mut conn = app_connection(&server).await;
+    let mut tx = conn.begin().await.unwrap();
     let error = registry.lock_in(&mut tx, "orders/42").await.unwrap_err();
     assert!(matches!(error, LockInError::Unsupported { .. }), "{error:?}");
 }

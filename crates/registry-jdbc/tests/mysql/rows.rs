@@ -1,4 +1,5 @@
-//! The writes of each operation, and the operations without writes.
+//! Leases in the table: the results of concurrent attempts, the growth of tokens, and jumps of the
+//! server's clock.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,8 +13,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry,
-    run, server, token,
+    LEASE, TEST_TIMEOUT, app_connection, backend, busy, claim, config, error_chain, grant, lock,
+    registry, run, server, token,
 };
 use crate::server::*;
 
@@ -21,16 +22,16 @@ use crate::server::*;
 async fn a_released_key_is_busy_while_its_new_holder_has_a_fenced_transaction() {
     let server = server().await;
     let short_busy_timeout = config(&server).with_busy_timeout(Duration::from_millis(200));
-    let (first_store, second_store) =
+    let (first_backend, second_registry) =
         (backend(short_busy_timeout).await, registry(config(&server)).await);
     let before = claim("k");
-    grant(&first_store, &before).await;
-    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
-    let guard = lock(&second_store, "k").await;
-    let mut data = data(&server).await;
-    let mut transaction = data.begin().await.unwrap();
+    grant(&first_backend, &before).await;
+    assert_eq!(first_backend.release(&before).await.unwrap(), Release::Freed);
+    let guard = lock(&second_registry, "k").await;
+    let mut conn = app_connection(&server).await;
+    let mut transaction = conn.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    let reply = busy(&first_store, &claim("k")).await;
+    let reply = busy(&first_backend, &claim("k")).await;
     assert_eq!(reply.holder.unwrap().token, Some(guard.fencing_token()));
     transaction.commit().await.unwrap();
     guard.unlock().await.unwrap();
@@ -79,7 +80,7 @@ async fn an_attempt_that_waited_for_a_row_returns_its_new_holder() {
     let first = backend(config(&server)).await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
     let second = Arc::new(backend(config).await);
-    // The connection's previous grant must not be returned as the result.
+    // This grant uses the same connection as the later attempt, which must not return its token.
     grant(&second, &claim("before")).await;
     let held = claim("k");
     let token = token(&first, &held).await;
@@ -93,12 +94,12 @@ async fn an_attempt_that_waited_for_a_row_returns_its_new_holder() {
     for (before, concurrent_change) in [(delete_row, insert_row), (free, take)] {
         for (end, is_granted) in [("COMMIT", false), ("ROLLBACK", true)] {
             server.sql(before).await.unwrap();
-            let mut other_transaction = data(&server).await;
+            let mut other_transaction = app_connection(&server).await;
             run(&mut other_transaction, &format!("BEGIN; {concurrent_change}")).await;
             let (backend, late) = (Arc::clone(&second), claim("k"));
             let attempted = late.clone();
             let attempt = tokio::spawn(async move { backend.try_acquire(&attempted).await });
-            waits_for_a_row(&server).await;
+            wait_for_blocked_statement(&server).await;
             run(&mut other_transaction, end).await;
             match timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap() {
                 Attempt::Granted(_) => {
@@ -175,13 +176,13 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
     let held = claim("held");
     grant(&backend, &held).await;
-    let mut data = data(&server).await;
-    run(&mut data, "LOCK TABLES app.lock_registry_locks WRITE").await;
+    let mut conn = app_connection(&server).await;
+    run(&mut conn, "LOCK TABLES app.lock_registry_locks WRITE").await;
     let error = timeout(TEST_TIMEOUT, backend.try_acquire(&claim("k"))).await.unwrap().unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
     let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
     assert!(error.is_retryable(), "{}", error_chain(&error));
-    run(&mut data, "UNLOCK TABLES").await;
+    run(&mut conn, "UNLOCK TABLES").await;
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     let held = backend.list().await.unwrap();
     assert_eq!(held.len(), 1, "{held:?}");

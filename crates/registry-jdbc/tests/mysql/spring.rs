@@ -7,13 +7,13 @@ use crate::common::server;
 use crate::server::*;
 use crate::servers::spring::*;
 
-/// A grant consists of two rows. Both exist or neither does, and a retry finds its token, wherever
-/// the connection broke.
+/// A grant consists of two rows. Wherever the connection breaks, both rows exist or neither does,
+/// and a retry finds its token.
 #[tokio::test]
-async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
+async fn a_grant_whose_connection_broke_is_complete_or_absent() {
     let server = server().await;
     let backend = backend(&server, SpringTable::v7()).await;
-    let competitors = async {
+    let client_calls = async {
         let (mut last, mut failures) = (0, 0);
         while failures < 40 {
             let claim = claim("k");
@@ -40,13 +40,13 @@ async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
             }
         }
     };
-    let cuts = async {
+    let disconnects = async {
         loop {
             end_connections(&server).await;
         }
     };
     tokio::select! {
-        () = competitors => {}
-        () = cuts => {}
+        () = client_calls => {}
+        () = disconnects => {}
     }
 }

@@ -12,8 +12,8 @@ use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::{eventually, within};
 
 use crate::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry, run,
-    server,
+    TEST_TIMEOUT, app_connection, backend, busy, claim, config, error_chain, grant, lock, registry,
+    run, server,
 };
 use crate::server::*;
 use crate::servers::failures::*;
@@ -29,11 +29,11 @@ async fn an_attempt_that_a_pooler_lost_has_an_unknown_outcome() {
     let held = claim("k");
     grant(&backend, &held).await;
     assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
-    let mut data = data(&server).await;
-    run(&mut data, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let mut conn = app_connection(&server).await;
+    run(&mut conn, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
     let backend = Arc::new(backend);
     let attempting = Arc::clone(&backend);
-    // An attempt on an idle connection would be retried; `close` forces a new connection.
+    // `close` forces a new connection. The error of an idle connection would be marked as stale.
     backend.close().await;
     let attempt = tokio::spawn(async move { attempting.try_acquire(&claim("k")).await });
     let waiting = pid(&server, "wait_event_type = 'Lock'").await;
@@ -58,7 +58,7 @@ async fn several_unresponsive_connections_cost_one_timeout() {
     calls.join_all().await;
     let before = proxy.counts().live;
     assert!(before > 2, "{before} connections");
-    // As after a failover: existing connections do not respond, and new ones work.
+    // As after a failover: existing connections do not respond, and later new ones work.
     proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
     let error = within(TEST_TIMEOUT, backend.try_acquire(&claim("k0"))).await.unwrap_err();
     assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
@@ -130,7 +130,7 @@ async fn diagnose_reports_weak_settings() {
     assert_eq!(findings.len(), 1, "{findings:?}");
 }
 
-/// The other places accept LISTEN, but no notification ever arrives there.
+/// PgBouncer and another database accept LISTEN, but no notification arrives there.
 #[tokio::test]
 async fn diagnose_reports_a_listener_without_notifications() {
     let server = server().await;

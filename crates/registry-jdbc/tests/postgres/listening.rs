@@ -1,4 +1,5 @@
-//! The recipients of release notifications, and releases without listeners.
+//! Release notifications: a release sends one only while a listener exists, and a listener that
+//! starts later misses no release.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,25 +10,28 @@ use registry_testkit::eventually;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{TEST_TIMEOUT, backend, busy, claim, config, data, grant, run, server};
+use crate::common::{
+    TEST_TIMEOUT, app_connection, backend, busy, claim, config, grant, run, server,
+};
 
-/// The channel of releases in the namespace "default": the first bytes of the SHA-256 of its name.
+/// The notification channel of the namespace "default". The suffix is the first eight bytes of the
+/// SHA-256 of the namespace.
 const CHANNEL: &str = "lock_registry_37a8eec1ce19687d";
 
-/// The 16 advisory locks of a listener of that channel. They share all bits of the channel name but
-/// the last four.
-const MARKS: &str = "generate_series(x'37a8eec1ce196870'::bit(64)::bigint, x'37a8eec1ce19687f'::bit(64)::bigint) AS mark";
+/// The 16 presence locks of that channel: advisory locks that a listener holds. They differ only in
+/// the last four bits.
+const PRESENCE_LOCKS: &str = "generate_series(x'37a8eec1ce196870'::bit(64)::bigint, x'37a8eec1ce19687f'::bit(64)::bigint) AS presence_lock";
 
-/// The number of sessions that have an advisory lock, or with `false` wait for one.
-async fn sessions_with_marks(server: &PostgresServer, granted: bool) -> String {
+/// The number of sessions that hold a presence lock, or, if not `granted`, wait for one.
+async fn presence_sessions(server: &PostgresServer, granted: bool) -> String {
     let count = format!(
         "SELECT count(DISTINCT pid) FROM pg_locks WHERE locktype = 'advisory' AND granted = {granted}"
     );
     server.sql(&count).await.unwrap()
 }
 
-async fn until_sessions_with_marks(server: &PostgresServer, granted: bool, wanted: &str) {
-    let count = async || match sessions_with_marks(server, granted).await {
+async fn wait_for_presence_sessions(server: &PostgresServer, granted: bool, wanted: &str) {
+    let count = async || match presence_sessions(server, granted).await {
         count if count == wanted => Ok(()),
         count => Err(std::io::Error::other(count)),
     };
@@ -38,7 +42,7 @@ async fn until_sessions_with_marks(server: &PostgresServer, granted: bool, wante
 async fn a_release_sends_a_notification_only_while_a_listener_exists() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
-    // Receives all notifications, but sets no mark.
+    // Receives all notifications, but holds no presence lock.
     let mut observer = PgListener::connect(&server.url()).await.unwrap();
     observer.listen(CHANNEL).await.unwrap();
 
@@ -53,7 +57,7 @@ async fn a_release_sends_a_notification_only_while_a_listener_exists() {
         let backend = Arc::clone(&backend);
         async move { backend.wait(&waiter, &held).await }
     });
-    until_sessions_with_marks(&server, true, "1").await;
+    wait_for_presence_sessions(&server, true, "1").await;
     assert_eq!(backend.release(&notified).await.unwrap(), Release::Freed);
     timeout(TEST_TIMEOUT, waiting).await.expect("the waiter is woken").unwrap();
     // The first message received is the first one sent.
@@ -80,12 +84,13 @@ async fn a_listener_that_starts_during_a_release_polls_after_it() {
     let backend = Arc::new(backend(config(&server)).await);
     let (holder, waiter) = (claim("k"), claim("k"));
     grant(&backend, &holder).await;
-    // An uncommitted release that has found no listener.
-    let mut releasing = data(&server).await;
+    // A release that has found no listener and is not committed. It takes the presence locks until
+    // its end.
+    let mut releasing = app_connection(&server).await;
     run(
         &mut releasing,
         &format!(
-            "BEGIN; UPDATE lock_registry_locks SET claim = NULL; SELECT pg_advisory_xact_lock(mark) FROM {MARKS}"
+            "BEGIN; UPDATE lock_registry_locks SET claim = NULL; SELECT pg_advisory_xact_lock(presence_lock) FROM {PRESENCE_LOCKS}"
         ),
     )
     .await;
@@ -96,7 +101,7 @@ async fn a_listener_that_starts_during_a_release_polls_after_it() {
         let waiter = waiter.clone();
         async move { backend.wait(&waiter, &held).await }
     });
-    until_sessions_with_marks(&server, false, "1").await;
+    wait_for_presence_sessions(&server, false, "1").await;
     let early = timeout(Duration::from_millis(50), &mut waiting).await;
     assert!(early.is_err(), "the release is not committed yet");
     run(&mut releasing, "COMMIT").await;

@@ -1,4 +1,4 @@
-//! A lock that lasts until the caller's transaction ends.
+//! `lock_in`: a lock that lasts until the caller's transaction ends.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::timeout;
 
 use crate::common::{
-    TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, lock, registry, run, server,
+    TEST_TIMEOUT, app_connection, backend, claim, config, error_chain, grant, lock, registry, run,
+    server,
 };
 
 #[tokio::test]
@@ -19,7 +20,7 @@ async fn a_row_locked_by_another_program_is_an_error_and_not_busy() {
     let lease_claim = claim("orders/42");
     grant(&backend, &lease_claim).await;
     backend.release(&lease_claim).await.unwrap();
-    let mut other_program = data(&server).await;
+    let mut other_program = app_connection(&server).await;
     run(&mut other_program, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
     let error = backend.try_acquire(&claim("orders/42")).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
@@ -31,13 +32,13 @@ async fn a_row_locked_by_another_program_is_an_error_and_not_busy() {
 async fn lock_in_preserves_settings_and_savepoints() {
     let server = server().await;
     let registry = registry(config(&server)).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let (mut one, mut two) = (app_connection(&server).await, app_connection(&server).await);
     let mut blocker = two.begin().await.unwrap();
     registry.lock_in(&mut blocker, "b").await.unwrap();
     let mut tx = one.begin().await.unwrap();
     tx.execute("SET LOCAL lock_timeout = '4321ms'; CREATE TEMP TABLE note (n int)").await.unwrap();
-    for (key, had) in [("a", true), ("a", true), ("b", false)] {
-        assert_eq!(registry.try_lock_in(&mut tx, key).await.unwrap().is_some(), had);
+    for (key, is_acquired) in [("a", true), ("a", true), ("b", false)] {
+        assert_eq!(registry.try_lock_in(&mut tx, key).await.unwrap().is_some(), is_acquired);
         let setting = tx.fetch_one("SHOW lock_timeout").await.unwrap();
         assert_eq!(setting.get::<String, _>(0), "4321ms");
         tx.execute("INSERT INTO note VALUES (1)").await.unwrap();
@@ -57,12 +58,12 @@ async fn lock_in_preserves_settings_and_savepoints() {
 async fn a_transaction_with_a_snapshot_is_refused_before_it_locks() {
     let server = server().await;
     let registry = registry(config(&server)).await;
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     for level in ["REPEATABLE READ", "SERIALIZABLE"] {
         let begin = || AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
-        for first in ["SELECT 1 FROM lock_registry_locks", ""] {
-            let mut tx = data.begin_with(begin()).await.unwrap();
-            tx.execute(first).await.unwrap();
+        for first_statement in ["SELECT 1 FROM lock_registry_locks", ""] {
+            let mut tx = conn.begin_with(begin()).await.unwrap();
+            tx.execute(first_statement).await.unwrap();
             let error = registry.try_lock_in(&mut tx, "orders/42").await.unwrap_err();
             assert!(matches!(error, LockInError::Isolation { .. }), "{error:?}");
             assert!(!error.is_retryable(), "{error:?}");
@@ -76,7 +77,7 @@ async fn a_transaction_with_a_snapshot_is_refused_before_it_locks() {
     }
     for level in ["READ UNCOMMITTED", "READ COMMITTED"] {
         let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
-        let mut tx = data.begin_with(begin).await.unwrap();
+        let mut tx = conn.begin_with(begin).await.unwrap();
         registry.lock_in(&mut tx, "orders/42").await.unwrap();
         tx.commit().await.unwrap();
     }
@@ -87,7 +88,7 @@ async fn a_deadlock_of_two_transactions_is_returned_as_a_conflict() {
     let server = server().await;
     let config = config(&server).with_busy_timeout(Duration::from_secs(5));
     let registry = registry(config).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let (mut one, mut two) = (app_connection(&server).await, app_connection(&server).await);
     let (mut one, mut two) = (one.begin().await.unwrap(), two.begin().await.unwrap());
     registry.lock_in(&mut one, "a").await.unwrap();
     registry.lock_in(&mut two, "b").await.unwrap();
@@ -127,8 +128,8 @@ async fn an_invalid_lock_in_is_refused_and_the_transaction_continues() {
     let server = server().await;
     server.sql("CREATE DATABASE branch").await.unwrap();
     let registry = registry(config(&server)).await;
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
+    let mut conn = app_connection(&server).await;
+    let mut tx = conn.begin().await.unwrap();
     let error = registry.lock_in(&mut tx, "").await.unwrap_err();
     assert!(matches!(error, LockInError::InvalidKey { .. }), "{error:?}");
     let error = Registry::in_memory().unwrap().lock_in(&mut tx, "a").await.unwrap_err();
@@ -137,9 +138,9 @@ async fn an_invalid_lock_in_is_refused_and_the_transaction_continues() {
 
     let url = server.url();
     let branch = format!("{}/branch", url.strip_suffix("/postgres").unwrap());
-    let mut data = PgConnection::connect(&branch).await.unwrap();
+    let mut conn = PgConnection::connect(&branch).await.unwrap();
     for _ in 0..2 {
-        let mut tx = data.begin().await.unwrap();
+        let mut tx = conn.begin().await.unwrap();
         let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
         assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
         tx.execute("SELECT 1").await.unwrap();

@@ -23,15 +23,15 @@ async fn schema_and_table_names_are_configurable() {
     server.sql("ALTER ROLE postgres SET search_path = \"Elsewhere\", public").await.unwrap();
     busy(&backend(config(&server)).await, &claim("k")).await;
 
-    let error = open_refused(config(&server).with_schema("missing")).await;
+    let error = expect_refusal(config(&server).with_schema("missing")).await;
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
     for name in ["", "1a", "a b", "a\"b", "a;b", "ä", &"x".repeat(64)] {
-        let error = open_refused(config(&server).with_schema(name)).await;
+        let error = expect_refusal(config(&server).with_schema(name)).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
-        open_refused(config(&server).with_table_prefix(name)).await;
+        expect_refusal(config(&server).with_table_prefix(name)).await;
     }
-    open_refused(config(&server).with_table_prefix("Capital")).await;
-    let error = open_refused(
+    expect_refusal(config(&server).with_table_prefix("Capital")).await;
+    let error = expect_refusal(
         config(&server).with_table_prefix("absent").with_create_schema(CreateSchema::Never),
     )
     .await;
@@ -62,9 +62,9 @@ async fn a_server_may_send_bytes_in_the_escape_format() {
     busy(&backend(config(&server)).await, &claim("b")).await;
 }
 
-const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";
+const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
-/// Runs this same test in a child process with these variables. Returns its output.
+/// Runs the test below in a child process with these environment variables. Returns its output.
 fn run_with_environment(url: &str, variables: &[(&str, &str)]) -> String {
     let mut child = std::process::Command::new(std::env::current_exe().unwrap());
     child.args([
@@ -72,7 +72,7 @@ fn run_with_environment(url: &str, variables: &[(&str, &str)]) -> String {
         "--nocapture",
         "opening::environment_variables_for_servers_are_ignored",
     ]);
-    let child = child.env(URL_IN, url).envs(variables.iter().copied());
+    let child = child.env(URL_VARIABLE, url).envs(variables.iter().copied());
     let output = child.output().unwrap();
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stdout).unwrap()
@@ -81,7 +81,7 @@ fn run_with_environment(url: &str, variables: &[(&str, &str)]) -> String {
 #[test]
 fn environment_variables_for_servers_are_ignored() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    if let Ok(url) = std::env::var(URL_IN) {
+    if let Ok(url) = std::env::var(URL_VARIABLE) {
         let config = PostgresConfig::from_url(&url).unwrap();
         println!("CONFIG {config:?}");
         match runtime.block_on(PostgresBackend::open(config)) {
@@ -93,7 +93,7 @@ fn environment_variables_for_servers_are_ignored() {
     let secret = "canary-in-the-environment";
     let options = PostgresOptions::new().password(secret);
     let server = runtime.block_on(PostgresServer::start_with(options)).unwrap();
-    let elsewhere = [
+    let other_server = [
         ("PGHOST", "192.0.2.1"),
         ("PGHOSTADDR", "192.0.2.1"),
         ("PGPORT", "1"),
@@ -102,7 +102,7 @@ fn environment_variables_for_servers_are_ignored() {
         ("PGSSLMODE", "verify-full"),
         ("PGAPPNAME", "another-app"),
     ];
-    let output = run_with_environment(&server.url(), &elsewhere);
+    let output = run_with_environment(&server.url(), &other_server);
     assert!(output.contains("OPENED"), "{output}");
     // The password in the environment may be meant for another server.
     let bare = server.url().replace(&format!(":{secret}"), "");
@@ -122,7 +122,7 @@ fn environment_variables_for_servers_are_ignored() {
         assert!(output.contains("Misconfigured") && output.contains(name), "{output}");
     }
     // A part that the URL omits has a documented default.
-    let output = run_with_environment("postgres://127.0.0.1:1", &elsewhere);
+    let output = run_with_environment("postgres://127.0.0.1:1", &other_server);
     assert!(output.contains("127.0.0.1") && !output.contains("nowhere"), "{output}");
     for url in ["postgres:///shop", "postgres://h/d?sslmode=require", "http://h/d", "nonsense"] {
         PostgresConfig::from_url(url).unwrap_err();

@@ -1,4 +1,4 @@
-//! The writes of each operation, and the operations without writes.
+//! Leases in the table: which commits are synchronous, batches of keys, and the growth of tokens.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::{Instant, timeout};
 
 use crate::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, run, server, token,
+    TEST_TIMEOUT, app_connection, backend, busy, claim, config, error_chain, grant, run, server,
+    token,
 };
 
 #[tokio::test]
@@ -26,11 +27,11 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
         .sql("ALTER SYSTEM SET synchronous_standby_names = 'ghost'; SELECT pg_reload_conf()")
         .await
         .unwrap();
-    let waits = async || {
+    let is_set = async || {
         let rows = server.sql("SHOW synchronous_standby_names").await?;
         if rows == "ghost" { Ok(()) } else { Err(std::io::Error::other(rows)) }
     };
-    eventually(TEST_TIMEOUT, waits).await;
+    eventually(TEST_TIMEOUT, is_set).await;
     // The setting reaches each session separately; an idle session applies it before its next
     // statement.
     let began = Instant::now();
@@ -70,7 +71,7 @@ async fn released_keys_are_acquired_and_released_together() {
         assert_eq!(released.unwrap(), Release::Freed);
     }
 
-    // Of these keys, another client holds one.
+    // Another client holds one of these keys, so the batch is granted none.
     let other = claim("b");
     grant(&second, &other).await;
     assert_eq!(batch.try_acquire_all(&claims()).await.unwrap(), BatchAttempt::Declined);
@@ -83,7 +84,8 @@ async fn released_keys_are_acquired_and_released_together() {
 async fn tokens_increase_after_rows_are_deleted_by_any_client() {
     let server = server().await;
     let backend = backend(config(&server)).await;
-    // Far ahead of the clock, so that only the stored tokens can make the next one larger.
+    // The tokens are far ahead of the clock, so only the stored tokens can make the next one
+    // larger.
     let block = u32::MAX;
     let mut last = 0;
     for (round, statement) in [
@@ -108,11 +110,11 @@ async fn tokens_increase_after_rows_are_deleted_by_any_client() {
 async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
-    let through = PostgresConfig::from_url(&bouncer.url())
+    let pooled = PostgresConfig::from_url(&bouncer.url())
         .unwrap()
         .with_statements(StatementMode::Unprepared);
-    let mut data = data(&server).await;
-    for (mode, config) in [("direct", config(&server)), ("pooled", through)] {
+    let mut conn = app_connection(&server).await;
+    for (mode, config) in [("direct", config(&server)), ("pooled", pooled)] {
         let config = config.with_namespace(mode).with_busy_timeout(Duration::from_millis(200));
         let backend = backend(config.clone()).await;
         let rows = PostgresBackend::open_mode(config, SqlMode::Row).await.unwrap();
@@ -120,8 +122,8 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
         grant(&backend, &held).await;
         assert!(matches!(rows.try_acquire(&row).await.unwrap(), Attempt::Granted(_)));
         rows.release(&row).await.unwrap();
-        run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
-        // The server itself has rejected each request, so none is still pending there.
+        run(&mut conn, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
+        // The server itself rejects each request, so it executes none of them later.
         for backend in [&backend as &dyn LockBackend, &rows] {
             let attempt = timeout(TEST_TIMEOUT, backend.try_acquire(&claim("k"))).await.unwrap();
             let error = attempt.unwrap_err();
@@ -131,7 +133,7 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
         assert!(error.is_retryable(), "{mode}: {}", error_chain(&error));
         let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
         assert_eq!(server.sql(waiting).await.unwrap(), "0", "{mode}");
-        run(&mut data, "ROLLBACK").await;
+        run(&mut conn, "ROLLBACK").await;
         assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
         let held = backend.list().await.unwrap();
         assert_eq!(held.len(), 1, "{mode}: {held:?}");

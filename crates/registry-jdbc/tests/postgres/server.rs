@@ -1,10 +1,10 @@
-//! The types and the SQL of this server, for the tests of all servers.
+//! The types and the SQL of this server. The shared tests in `servers` use them.
 
 use std::io;
 
 use registry_core::{Attempt, BackendError, Claim};
 pub(crate) use registry_jdbc::sqlx::postgres::{
-    PgConnectOptions as DataOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
+    PgConnectOptions as AppConnectOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{PostgresBackend as Backend, PostgresConfig as Config};
 use registry_jdbc::{SqlMode, StatementMode};
@@ -21,11 +21,12 @@ pub(crate) const ADMIN: &str = "postgres";
 pub(crate) const DATABASE: &str = "postgres";
 pub(crate) const SCHEMA: &str = "public";
 pub(crate) const SCHEMA_COMMAND: &str = "lockreg schema postgres";
-/// Whether the tables remember the tokens of deleted rows.
-pub(crate) const DELETED_TOKENS_COUNT: bool = true;
-/// Whether an attempt detects that a transaction holds the lock.
-pub(crate) const KNOWS_TRANSACTIONS: bool = true;
-/// A user without rights.
+/// Whether the tables remember the tokens of rows that any client deletes.
+pub(crate) const REMEMBERS_DELETED_TOKENS: bool = true;
+/// Whether an attempt detects that an open transaction holds the lock. Otherwise the attempt
+/// returns an error.
+pub(crate) const DETECTS_TRANSACTIONS: bool = true;
+/// A user without rights on the tables.
 pub(crate) const WORKER: &str = "worker";
 pub(crate) const CREATE_WORKER: &str = "CREATE ROLE worker LOGIN";
 /// A part of the error that a user without rights gets before the tables exist.
@@ -44,18 +45,20 @@ pub(crate) const SELL: &str = "INSERT INTO sale VALUES ('7')";
 /// A takeover by another client, as the store does it, but without the commit.
 pub(crate) const TAKE_OVER: &str = "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE; UPDATE lock_registry_locks SET claim = '\\x00'";
 
-/// What the next grant changes.
+/// The changes of the next grant.
 pub(crate) const NEXT_GRANT: &str =
     "UPDATE lock_registry_locks SET claim = '\\x01', token = token + block";
 
 pub(crate) const SET_TIME_ZONE: &str = "ALTER DATABASE postgres SET timezone = 'Asia/Kathmandu'";
 
-/// The row that Spring 7 writes, with the microseconds of its lease, and whether it begins now.
+/// Returns the columns of a Spring 7 row, its lease in microseconds, and 1 if the lease began
+/// within the last 30 s.
 pub(crate) const SPRING_ROW: &str = "\
     SELECT region, lock_key, replace(client_id, '-', ''), (extract(epoch FROM expired_after - created_date) * 1000000)::bigint, \
         (abs(extract(epoch FROM created_date - timezone('UTC', clock_timestamp()))) < 30)::int FROM int_lock";
 
-/// Whether a row of Spring 6 with a time to live of 10 s ends in this number of seconds.
+/// Returns 1 if the lock of a Spring 6 row ends in `{seconds}` seconds, with a time to live of ten
+/// seconds.
 pub(crate) const SPRING_6_LEASE: &str = "\
     SELECT (abs(extract(epoch FROM created_date + interval '10 s' - timezone('UTC', clock_timestamp())) - {seconds}) < 1.5)::int \
     FROM int_lock";
@@ -66,28 +69,30 @@ pub(crate) const SPRING_INSERT: &str = "\
     SELECT r, 'acbd18db-4cc2-385c-adef-654fccc4a4d8', 'short', timezone('UTC', now()), timezone('UTC', now()) + interval '60 s' \
     FROM unnest(ARRAY['DEFAULT', 'OTHER']) AS r";
 
-/// Takes a lock over, without a long wait.
+/// Takes all locks over, as Spring does. Returns an error soon if the row is locked.
 pub(crate) const SPRING_STEAL: &str = "\
     SET lock_timeout = '100ms'; UPDATE INT_LOCK SET CLIENT_ID = 'x', EXPIRED_AFTER = timezone('UTC', now()) + interval '1 h'";
 
 /// The server processes that hold a session lock.
-pub(crate) const HOLDERS: &str =
+pub(crate) const SESSION_HOLDERS: &str =
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND mode = 'ExclusiveLock'";
 
 pub(crate) async fn assert_no_session_locks(server: &Server) {
-    assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
+    let count = format!("SELECT count(*) FROM ({SESSION_HOLDERS}) h");
+    assert_eq!(server.sql(&count).await.unwrap(), "0");
 }
 
-/// The id of the next transaction that writes.
-pub(crate) async fn writes(server: &Server) -> String {
+/// Returns the id of the next transaction that writes.
+pub(crate) async fn write_counter(server: &Server) -> String {
     server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()
 }
 
-/// The server processes that have a row locked.
+/// The server processes that keep a row locked.
 pub(crate) const ROW_HOLDERS: &str =
     "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction'";
 
-pub(crate) async fn holders(server: &Server) -> usize {
+/// The number of locked rows.
+pub(crate) async fn row_lock_count(server: &Server) -> usize {
     server.sql(ROW_HOLDERS).await.unwrap().lines().filter(|line| !line.is_empty()).count()
 }
 
@@ -138,19 +143,20 @@ impl TestServer {
         self.server.start_again().await.unwrap();
     }
 
-    /// Ends the connection that holds the lock.
-    pub(crate) async fn end_connection(&self, mode: &SqlMode, hashed: &str, _: &Claim) {
-        // The advisory lock is the session's lock, or it identifies the connection of the
-        // transaction.
+    /// Ends the connection that holds the lock. `hash_input` contains namespace and key in
+    /// hexadecimal digits.
+    pub(crate) async fn end_connection(&self, mode: &SqlMode, hash_input: &str, _: &Claim) {
+        // In mode `session`, the first eight bytes of the hash are the advisory lock. In mode
+        // `row`, the next eight bytes are an advisory lock that identifies the connection.
         let from = if *mode == SqlMode::Session { 1 } else { 17 };
         let number = format!(
-            "('x' || substr(encode(sha256('\\x{hashed}'), 'hex'), {from}, 16))::bit(64)::bigint"
+            "('x' || substr(encode(sha256('\\x{hash_input}'), 'hex'), {from}, 16))::bit(64)::bigint"
         );
-        let cut = format!(
+        let end = format!(
             "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND granted \
              AND (classid::bigint << 32 | objid::bigint) = {number}"
         );
-        self.server.sql(&cut).await.unwrap();
+        self.server.sql(&end).await.unwrap();
     }
 
     pub(crate) async fn wipe(&self) {
@@ -160,14 +166,14 @@ impl TestServer {
     }
 }
 
-/// Waits until a statement waits for a row lock.
-pub(crate) async fn waits_for_a_row(server: &Server) {
+/// Waits until the server blocks a statement on a row lock.
+pub(crate) async fn wait_for_blocked_statement(server: &Server) {
     let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
     let waits = async || server.sql(waiting).await.is_ok_and(|count| count != "0");
     eventually(TEST_TIMEOUT, waits).await;
 }
 
-/// What an attempt on a lease returns while a transaction of the store has the row locked.
+/// Checks the result of a lease attempt while a row lock or a transaction holds the key.
 pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
     assert!(matches!(&attempt, Ok(Attempt::Busy(busy)) if busy.holder.is_none()), "{attempt:?}");
 }
@@ -180,8 +186,8 @@ pub(crate) fn listening_at(config: Config, url: &str) -> Config {
     config.with_listen(url).unwrap()
 }
 
-/// The sessions of the store, except the listener.
-const SESSIONS: &str =
+/// The connections of the backends, except the listeners.
+const STATEMENT_CONNECTIONS: &str =
     "application_name = 'lock-registry' AND query NOT LIKE 'LISTEN%' AND query <> 'SELECT 1'";
 pub(crate) const LISTENERS: &str = "application_name = 'lock-registry' AND (query LIKE 'LISTEN%' OR query = 'SELECT 1') AND state = 'idle'";
 
@@ -191,9 +197,9 @@ pub(crate) async fn pid(server: &Server, which: &str) -> i32 {
     eventually(TEST_TIMEOUT, pid).await
 }
 
-/// Pauses the session of the store.
+/// Pauses one connection of the backend, which must be the only one.
 pub(crate) async fn pause_statements(server: &Server) -> i32 {
-    let pid = pid(server, SESSIONS).await;
+    let pid = pid(server, STATEMENT_CONNECTIONS).await;
     server.pause_backend(pid).unwrap();
     pid
 }
@@ -206,25 +212,26 @@ pub(crate) async fn wait_for_listener(server: &Server) {
     pid(server, LISTENERS).await;
 }
 
-/// Ends all connections of the store.
+/// Ends all connections of the backends.
 pub(crate) async fn end_connections(server: &Server) {
     let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lock-registry'";
     server.sql(all).await.unwrap();
 }
 
-/// The server processes that hold a lock of the store.
+/// Returns the ids of the server processes that hold an advisory lock of a backend.
 pub(crate) async fn connection_ids(server: &Server) -> String {
     let holders = "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'advisory' AND granted";
     server.sql(holders).await.unwrap()
 }
 
-pub(crate) async fn end_by_ids(server: &Server, ids: &str) {
+pub(crate) async fn end_connections_by_id(server: &Server, ids: &str) {
     for pid in ids.lines() {
         server.sql(&format!("SELECT pg_terminate_backend({pid}, 5000)")).await.unwrap();
     }
 }
 
-/// The listener uses the same TLS settings as the other connections, on any server.
+/// Checks that the listener uses the same TLS settings as the other connections, for any listener
+/// URL.
 #[cfg(feature = "tls")]
 pub(crate) async fn check_encrypted_listener(server: &Server, ca: Vec<u8>) {
     use registry_core::LockAdmin as _;

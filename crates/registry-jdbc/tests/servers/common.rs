@@ -8,7 +8,7 @@ use registry_core::{
 };
 use registry_jdbc::sqlx::{AssertSqlSafe, ConnectOptions, raw_sql};
 
-use crate::server::{Backend, Config, Connection, DataOptions, Server};
+use crate::server::{AppConnectOptions, Backend, Config, Connection, Server};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(60);
 
@@ -35,9 +35,9 @@ pub(crate) async fn lock(registry: &Registry, key: &str) -> LockGuard {
     registry.obtain(key).lock().await.unwrap()
 }
 
-/// A connection of the application.
-pub(crate) async fn data(server: &Server) -> Connection {
-    server.url().parse::<DataOptions>().unwrap().connect().await.unwrap()
+/// Opens a connection of the application.
+pub(crate) async fn app_connection(server: &Server) -> Connection {
+    server.url().parse::<AppConnectOptions>().unwrap().connect().await.unwrap()
 }
 
 pub(crate) async fn run(connection: &mut Connection, statements: &str) {

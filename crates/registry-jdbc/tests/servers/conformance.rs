@@ -1,4 +1,4 @@
-//! Runs the whole suite over one server, each clause in its own namespace. Only clauses that
+//! Runs the conformance suite over one server, each clause in its own namespace. Only clauses that
 //! restart or empty the server have a server of their own.
 
 use std::sync::Arc;
@@ -11,16 +11,16 @@ use registry_jdbc::SqlMode;
 
 use crate::server::{Backend, ServerKind, TestServer};
 
-/// Long, because the suite has its own time limits.
+/// Long, because the clauses of the suite have their own time limits.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a request waits for a row. Shorter than the engine's time limit in the suite.
+/// How long a request waits for a row lock. Shorter than the operation timeout in the suite.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(6);
 
 fn ends_with_connection(mode: &SqlMode) -> bool {
     matches!(mode, SqlMode::Session | SqlMode::Row)
 }
 
-/// Whether locks of this kind can satisfy a clause whose needs are met.
+/// Returns whether locks of this mode can satisfy a clause whose other requirements are met.
 fn satisfies(mode: &SqlMode, clause: &Clause) -> bool {
     // Another client cannot acquire again, renew or release a lock that belongs to a connection.
     let is_bound_to_client = clause.name.ends_with("_through_another_client")
@@ -81,12 +81,12 @@ impl SharedServers for Servers {
         self.server.restart().await;
     }
 
-    // Ends the connection, as the server would.
+    // Ends the connection that holds the lock.
     async fn break_claim(&self, namespace: &str, claim: &Claim) -> bool {
         if !ends_with_connection(&self.mode) {
             return false;
         }
-        self.server.end_connection(&self.mode, &hashed(namespace, claim), claim).await;
+        self.server.end_connection(&self.mode, &hash_input(namespace, claim), claim).await;
         true
     }
 
@@ -95,8 +95,8 @@ impl SharedServers for Servers {
     }
 }
 
-/// The input of the hash that names a session's lock, in hexadecimal digits.
-fn hashed(namespace: &str, claim: &Claim) -> String {
+/// Returns the input of the hash that names a session's lock, in hexadecimal digits.
+fn hash_input(namespace: &str, claim: &Claim) -> String {
     let length = u64::try_from(namespace.len()).unwrap().to_be_bytes();
     let bytes = length.into_iter().chain(namespace.bytes()).chain(claim.key().as_str().bytes());
     bytes.map(|byte| format!("{byte:02x}")).collect()

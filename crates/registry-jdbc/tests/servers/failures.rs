@@ -1,4 +1,4 @@
-//! Connections break and servers stop.
+//! Connections break and servers stop. Leases survive, and waiters are still woken.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -79,7 +79,7 @@ async fn a_waiter_is_woken_although_another_registry_of_the_store_was_closed() {
     within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
 }
 
-/// A registry that relies on wake-ups.
+/// Opens a registry that relies on wake-ups, because it polls once an hour.
 pub(crate) async fn slow_poller(config: Config) -> Registry {
     let backend = Arc::new(Backend::open(config).await.unwrap());
     Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()

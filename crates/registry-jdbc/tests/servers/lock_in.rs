@@ -1,4 +1,4 @@
-//! A lock that lasts until the caller's transaction ends.
+//! `lock_in`: a lock that lasts until the caller's transaction ends.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use registry_jdbc::{Fence, LockIn};
 use registry_testkit::eventually;
 use tokio::time::timeout;
 
-use super::common::{TEST_TIMEOUT, backend, claim, config, data, lock, registry, server};
+use super::common::{TEST_TIMEOUT, app_connection, backend, claim, config, lock, registry, server};
 use crate::server::*;
 
 #[tokio::test]
@@ -20,8 +20,8 @@ async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
     let stale = a.obtain("orders/42").lock_with(options).await.unwrap();
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
+    let mut conn = app_connection(&server).await;
+    let mut tx = conn.begin().await.unwrap();
     let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
     assert!(!stale.is_held(), "the holder was notified first");
     assert!(held.fencing_token() > stale.fencing_token());
@@ -31,14 +31,14 @@ async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
 /// A call that is dropped at any point rolls its transaction back. The connection serves the next
 /// transaction, and the lock is free.
 #[tokio::test]
-#[expect(clippy::async_yields_async, reason = "the sweep polls what is made")]
+#[expect(clippy::async_yields_async, reason = "the sweep polls the returned futures")]
 async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let pool = PoolOptions::new().max_connections(1).connect(&server.url()).await.unwrap();
     let tokens = RefCell::new(Vec::new());
-    let check_lock = async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
+    let check_lock = async |outcome| {
+        if let SweepOutcome::Completed { output, .. } = outcome {
             tokens.borrow_mut().push(output);
         }
         let guard =
@@ -81,7 +81,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
 async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
     let server = server().await;
     let registry = registry(config(&server)).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let (mut one, mut two) = (app_connection(&server).await, app_connection(&server).await);
     let mut last = None;
     for commits in [true, false, true] {
         let mut tx = one.begin().await.unwrap();
@@ -117,10 +117,10 @@ async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<Backend>::clone(&backend)).build().unwrap();
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     let guard = lock(&registry, "orders/42").await;
     let token = guard.fencing_token();
-    let mut tx = data.begin().await.unwrap();
+    let mut tx = conn.begin().await.unwrap();
     let limit = Duration::from_millis(300);
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
     assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
@@ -143,15 +143,15 @@ async fn a_transaction_excludes_leases_until_it_ends() {
     let config = config(&server).with_busy_timeout(Duration::from_millis(50));
     let backend = Arc::new(backend(config).await);
     let registry = Registry::builder(Arc::<Backend>::clone(&backend)).build().unwrap();
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     // The rolled-back transaction is between two committed ones, so the row exists before and after
     // it.
     for commits in [true, false, true] {
-        let mut tx = data.begin().await.unwrap();
+        let mut tx = conn.begin().await.unwrap();
         let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
         expect_row_locked(backend.try_acquire(&claim("orders/42")).await);
         let attempt = registry.obtain("orders/42").try_lock().await;
-        assert_eq!(matches!(attempt, Ok(None)), KNOWS_TRANSACTIONS, "{attempt:?}");
+        assert_eq!(matches!(attempt, Ok(None)), DETECTS_TRANSACTIONS, "{attempt:?}");
         let other = registry.obtain("orders/43").try_lock().await.unwrap();
         other.expect("the other lock is free").unlock().await.unwrap();
         let waiting = registry.obtain("orders/42");
@@ -175,7 +175,7 @@ async fn transactions_and_leases_lose_no_increment() {
     server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
     let mut workers = tokio::task::JoinSet::new();
     for worker in 0..4 {
-        let (registry, mut data) = (registry(config(&server)).await, data(&server).await);
+        let (registry, mut conn) = (registry(config(&server)).await, app_connection(&server).await);
         workers.spawn(async move {
             for _ in 0..EACH {
                 let guard = match worker % 2 {
@@ -183,7 +183,7 @@ async fn transactions_and_leases_lose_no_increment() {
                     _ => None,
                 };
                 loop {
-                    let mut tx = data.begin().await.unwrap();
+                    let mut tx = conn.begin().await.unwrap();
                     if guard.is_none() {
                         match registry.lock_in(&mut tx, "counter").await {
                             Ok(_) => {}

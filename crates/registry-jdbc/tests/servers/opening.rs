@@ -7,7 +7,8 @@ use registry_core::{BackendErrorKind, LockAdmin, LockBackend};
 use super::common::{backend, busy, claim, config, error_chain, grant, server};
 use crate::server::*;
 
-pub(crate) async fn open_refused(config: Config) -> registry_core::BackendError {
+/// Checks that opening returns an error, without an effect in the store. Returns the error.
+pub(crate) async fn expect_refusal(config: Config) -> registry_core::BackendError {
     let error = Backend::open(config).await.unwrap_err();
     assert!(error.refused(), "{}", error_chain(&error));
     error
@@ -33,25 +34,25 @@ async fn tables_of_another_version_are_refused_unchanged() {
     let server = server().await;
     backend(config(&server)).await.close().await;
     server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    let error = open_refused(config(&server)).await;
+    let error = expect_refusal(config(&server)).await;
     assert!(error.to_string().contains("version 2"), "{error}");
 }
 
-/// The token of a statement that started before a row was created, used and deleted would be
-/// smaller than the row's.
+/// With a shorter `purge_after`, a row could be created, used and purged during one statement. That
+/// statement would then issue a smaller token.
 #[tokio::test]
 async fn purge_after_exceeds_the_duration_of_any_statement() {
     let server = server().await;
     let seconds = Duration::from_secs;
-    for (purge_after, response_timeout, works) in
+    for (purge_after, response_timeout, is_accepted) in
         [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
     {
         let config = config(&server).with_purge_after(seconds(purge_after));
         let config = config.with_response_timeout(seconds(response_timeout));
-        if works {
+        if is_accepted {
             backend(config).await;
         } else {
-            let error = open_refused(config).await;
+            let error = expect_refusal(config).await;
             assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
             assert!(error.to_string().contains("purge_after"), "{error}");
         }
@@ -63,13 +64,13 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
     let server = server().await;
     server.sql(CREATE_WORKER).await.unwrap();
     let worker = || config(&server).with_login("worker", None);
-    let error = open_refused(worker()).await;
+    let error = expect_refusal(worker()).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     assert!(error.to_string().contains(REFUSAL), "{error}");
 
     server.sql(Backend::schema()).await.unwrap();
     server.sql(Backend::schema()).await.unwrap();
-    let error = open_refused(worker()).await;
+    let error = expect_refusal(worker()).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     for (rights, table) in [
         ("SELECT, INSERT, UPDATE, DELETE", "locks"),
@@ -80,7 +81,7 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
         server.sql(&grant).await.unwrap();
     }
     let backend = backend(worker().with_purge_after(Duration::from_secs(60))).await;
-    // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
+    // Locks until rows were purged as well. Some releases purge rows that are old enough.
     let was_purged =
         async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
     let mut number = 0;
@@ -92,9 +93,9 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
             backend.release(&claim).await.unwrap();
             number += 1;
         }
-        let age =
+        let make_older =
             "UPDATE lock_registry_locks SET since = since - 3600000000, until = until - 3600000000";
-        server.sql(age).await.unwrap();
+        server.sql(make_older).await.unwrap();
     }
     assert!(backend.diagnose().await.is_ok());
     // Only the listing of waiters needs a right on their table.
@@ -117,16 +118,16 @@ async fn a_refused_login_is_explained_without_the_password() {
     let server = Server::start_with(options).await.unwrap();
     let addr = server.addr();
     let url = |login: &str, database: &str| format!("{SCHEME}://{login}@{addr}/{database}");
-    let right = format!("{ADMIN}:canary-right");
+    let valid_login = format!("{ADMIN}:canary-right");
     for (url, kind) in [
         (url(&format!("{ADMIN}:canary-wrong"), DATABASE), BackendErrorKind::Denied),
         (url("canary-user:canary-right", DATABASE), BackendErrorKind::Denied),
-        (url(&right, "missing"), BackendErrorKind::Misconfigured),
+        (url(&valid_login, "missing"), BackendErrorKind::Misconfigured),
         (format!("{SCHEME}://u:canary@127.0.0.1:1/x"), BackendErrorKind::Transient),
     ] {
         let config = listening_at(Config::from_url(&url).unwrap(), &url);
         assert!(!format!("{config:?}{config:#?}").contains("canary"));
-        let error = open_refused(config).await;
+        let error = expect_refusal(config).await;
         assert_eq!(error.kind(), kind, "{}", error_chain(&error));
         let output = error_chain(&error).replace("user \"canary-user\"", "");
         assert!(!output.contains("canary-right") && !output.contains("canary-wrong"), "{output}");
@@ -139,7 +140,7 @@ async fn a_refused_login_is_explained_without_the_password() {
         let error = Config::from_url(&url).unwrap_err();
         assert!(!error_chain(&error).contains("canary"), "{}", error_chain(&error));
     }
-    let with_password = backend(Config::from_url(&url(&right, DATABASE)).unwrap()).await;
+    let with_password = backend(Config::from_url(&url(&valid_login, DATABASE)).unwrap()).await;
     assert!(!format!("{with_password:?}").contains("canary"));
     grant(&with_password, &claim("k")).await;
 }
@@ -165,7 +166,7 @@ async fn encrypted_connections_are_verified_as_configured() {
         backend.release(&held).await.unwrap();
     }
     check_encrypted_listener(&server, ca(&folder)).await;
-    let error = open_refused(config(&server).with_encryption(Encryption::Off)).await;
+    let error = expect_refusal(config(&server).with_encryption(Encryption::Off)).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     let plain = Server::start().await.unwrap();
     for config in [
@@ -173,7 +174,7 @@ async fn encrypted_connections_are_verified_as_configured() {
         config(&server).with_certificate_authority(ca(&other)),
         config(&plain).with_encryption(Encryption::Required),
     ] {
-        let error = open_refused(config).await;
+        let error = expect_refusal(config).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
     }
 }

@@ -1,11 +1,12 @@
-//! A tick that runs in the caller's transaction is done exactly if the transaction is committed.
+//! `run_in`: a tick that runs in the caller's transaction is done if and only if the transaction
+//! commits.
 
 use registry_core::LockRegistryExt as _;
 use registry_core::once::{Outcome, Tick};
 use registry_jdbc::RunIn;
 use registry_jdbc::sqlx::{Connection as _, Executor};
 
-use super::common::{config, data, registry};
+use super::common::{app_connection, config, registry};
 use super::fence::{sales, start_server};
 use crate::server::SELL;
 
@@ -13,9 +14,9 @@ use crate::server::SELL;
 async fn a_tick_is_done_exactly_if_its_transaction_is_committed() {
     let server = start_server().await;
     let (first, second) = (registry(config(&server)).await, registry(config(&server)).await);
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     for commits in [false, true] {
-        let mut transaction = data.begin().await.unwrap();
+        let mut transaction = conn.begin().await.unwrap();
         let outcome = first.once("interest").tick(7).run_in(&mut transaction).await.unwrap();
         let Outcome::Ran(run) = outcome else { panic!("{outcome:?}") };
         assert_eq!(run.tick(), &Tick::Number(7));
@@ -33,7 +34,7 @@ async fn a_tick_is_done_exactly_if_its_transaction_is_committed() {
     assert_eq!(sales(&server).await, "1");
     let other = second.once("interest").tick(7).run(async |_| ()).await.unwrap();
     assert!(matches!(other, Outcome::AlreadyDone { tick: Tick::Number(7), .. }), "{other:?}");
-    let mut transaction = data.begin().await.unwrap();
+    let mut transaction = conn.begin().await.unwrap();
     let again = first.once("interest").tick(7).run_in(&mut transaction).await.unwrap();
     assert!(matches!(again, Outcome::AlreadyDone { .. }), "{again:?}");
     transaction.rollback().await.unwrap();
@@ -45,8 +46,8 @@ async fn a_tick_is_done_exactly_if_its_transaction_is_committed() {
 async fn a_run_whose_lock_is_dropped_before_the_commit_is_not_repeated() {
     let server = start_server().await;
     let (first, second) = (registry(config(&server)).await, registry(config(&server)).await);
-    let mut data = data(&server).await;
-    let mut transaction = data.begin().await.unwrap();
+    let mut conn = app_connection(&server).await;
+    let mut transaction = conn.begin().await.unwrap();
     let outcome = first.once("interest").tick(7).run_in(&mut transaction).await.unwrap();
     let Outcome::Ran(run) = outcome else { panic!("{outcome:?}") };
     drop(run);

@@ -1,4 +1,5 @@
-//! Locks that end with a connection: that of their process, or one of their own.
+//! Session locks, which end with the connection of their process, and row locks, which end with a
+//! connection of their own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,11 +14,11 @@ use crate::server::*;
 /// The time limit for a loss notification: well before the next renewal.
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(5);
 
-pub(crate) async fn session(server: &Server) -> Arc<Backend> {
+pub(crate) async fn session_backend(server: &Server) -> Arc<Backend> {
     open(server, &SqlMode::Session).await
 }
 
-pub(crate) fn registry(backend: &Arc<Backend>) -> Registry {
+pub(crate) fn registry_over(backend: &Arc<Backend>) -> Registry {
     Registry::builder(Arc::<Backend>::clone(backend)).build().unwrap()
 }
 
@@ -37,7 +38,7 @@ async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
     let server = server().await;
     for mode in MODES {
         let (first, second) = (open(&server, &mode).await, open(&server, &mode).await);
-        let (first, second) = (registry(&first), registry(&second));
+        let (first, second) = (registry_over(&first), registry_over(&second));
         let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
         let began = Instant::now();
         end_connections(&server).await;
@@ -59,7 +60,7 @@ async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
 async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
     let mut server = server().await;
     for mode in MODES {
-        let registry = registry(&open(&server, &mode).await);
+        let registry = registry_over(&open(&server, &mode).await);
         let guard = lock(&registry, "orders/42").await;
         lock(&registry, "orders/43").await.unlock().await.unwrap();
         if mode == SqlMode::Session {
@@ -79,7 +80,7 @@ async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
     for mode in MODES {
-        let other = registry(&open(&server, &mode).await);
+        let other = registry_over(&open(&server, &mode).await);
         // A runtime that is shut down stands for a process that dies: the socket is closed without
         // a disconnect message.
         let (config, dead_mode) = (config(&server), mode.clone());
@@ -106,7 +107,7 @@ async fn cancelled_waits_leave_no_lock_behind() {
     let server = server().await;
     for mode in MODES {
         let (a, b) = (open(&server, &mode).await, open(&server, &mode).await);
-        let (a, b) = (registry(&a), registry(&b));
+        let (a, b) = (registry_over(&a), registry_over(&b));
         let guard = lock(&a, "orders/42").await;
         for n in 1..20 {
             let waiting = b.obtain("orders/42");
@@ -120,7 +121,7 @@ async fn cancelled_waits_leave_no_lock_behind() {
         b.idle().await;
         match mode {
             SqlMode::Session => assert_no_session_locks(&server).await,
-            _ => assert_eq!(holders(&server).await, 0),
+            _ => assert_eq!(row_lock_count(&server).await, 0),
         }
         lock(&a, "orders/42").await.unlock().await.unwrap();
     }
@@ -134,7 +135,7 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
         let short = Claim::new(key("orders/42"), Duration::from_millis(300));
         assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
         assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
-        let next = registry(&b).obtain("orders/42");
+        let next = registry_over(&b).obtain("orders/42");
         let guard = timeout(TEST_TIMEOUT, next.lock()).await.unwrap().unwrap();
         assert!(guard.is_held());
         assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
@@ -146,7 +147,7 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
 #[tokio::test]
 async fn leases_and_session_locks_exclude_each_other_and_tokens_increase() {
     let server = server().await;
-    let (leases, sessions) = (backend(config(&server)).await, session(&server).await);
+    let (leases, sessions) = (backend(config(&server)).await, session_backend(&server).await);
     let lease = claim("orders/42");
     let first = grant(&leases, &lease).await.token;
     assert!(matches!(attempt(&sessions, &claim("orders/42")).await, Attempt::Busy(_)));

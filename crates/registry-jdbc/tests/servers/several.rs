@@ -14,18 +14,21 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry,
-    run, server,
+    LEASE, TEST_TIMEOUT, app_connection, backend, busy, claim, config, error_chain, grant, key,
+    registry, run, server,
 };
 use super::fence::{sales, sell, start_server};
-use crate::server::{BEGIN_READ_COMMITTED, Backend, KEY_COLUMN, KNOWS_TRANSACTIONS, SELL, Server};
+use crate::server::{
+    BEGIN_READ_COMMITTED, Backend, DETECTS_TRANSACTIONS, KEY_COLUMN, SELL, Server,
+};
 
 fn reader(text: &str) -> Claim {
     claim(text).with_mode(ClaimMode::Shared)
 }
 
-/// Acquires and releases claims of this mode again and again. Returns the tokens.
-async fn hammer(backend: Backend, mode: ClaimMode) -> Vec<u64> {
+/// Acquires, renews and releases eight claims of this mode, one after the other. Returns the
+/// tokens.
+async fn acquire_repeatedly(backend: Backend, mode: ClaimMode) -> Vec<u64> {
     let mut tokens = Vec::new();
     while tokens.len() < 8 {
         let claim = claim("k").with_mode(mode).with_queueing(Queueing::Join);
@@ -54,7 +57,7 @@ async fn concurrent_changes_of_one_record_are_not_lost() {
     let mut clients = JoinSet::new();
     for n in 0..16 {
         let config = config(&server).with_connections(2);
-        clients.spawn(hammer(backend(config).await, modes[n % modes.len()]));
+        clients.spawn(acquire_repeatedly(backend(config).await, modes[n % modes.len()]));
     }
     let mut tokens: Vec<u64> = clients.join_all().await.concat();
     tokens.sort_unstable();
@@ -65,8 +68,8 @@ async fn concurrent_changes_of_one_record_are_not_lost() {
     assert_eq!(server.sql(free).await.unwrap(), "1");
 }
 
-/// A claim that is alone in its record is granted and released by statements of its own. They write
-/// the same record as the others.
+/// Separate statements grant and release a claim that is alone in its record. They write the same
+/// format of records, so other claims can join.
 #[tokio::test]
 async fn a_claim_that_is_alone_has_the_record_that_others_can_join() {
     let server = server().await;
@@ -151,9 +154,9 @@ async fn a_locked_row_is_no_loss_of_its_readers_and_delays_no_others() {
     for reader in &readers {
         grant(&backend, reader).await;
     }
-    let mut data = data(&server).await;
+    let mut conn = app_connection(&server).await;
     let lock = format!("SELECT * FROM lock_registry_locks WHERE {KEY_COLUMN} <> 'k11' FOR UPDATE");
-    run(&mut data, &format!("{BEGIN_READ_COMMITTED}; {lock}")).await;
+    run(&mut conn, &format!("{BEGIN_READ_COMMITTED}; {lock}")).await;
     let began = Instant::now();
     let renewals = backend.renew(&readers).await;
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
@@ -162,13 +165,14 @@ async fn a_locked_row_is_no_loss_of_its_readers_and_delays_no_others() {
         assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
     }
     assert!(matches!(renewals[11], Ok(Renewal::Renewed(_))), "{:?}", renewals[11]);
-    run(&mut data, "ROLLBACK").await;
+    run(&mut conn, "ROLLBACK").await;
     for renewal in backend.renew(&readers).await {
         assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
     }
 }
 
-/// A grant in columns of its own moves to a record when a claim joins its queue.
+/// An exclusive grant is stored in the columns of its row. It moves to a record when a claim queues
+/// behind it.
 #[tokio::test]
 async fn a_grant_keeps_its_lease_and_token_when_a_claim_queues_behind_it() {
     let server = server().await;
@@ -195,8 +199,8 @@ async fn locks_of_other_modes_find_a_key_of_readers_held() {
     let rows = Backend::open_mode(config(&server), SqlMode::Row).await.unwrap();
     let readers = [registry.obtain("k").read().await.unwrap()];
     busy(&rows, &claim("k")).await;
-    let mut data = data(&server).await;
-    let mut transaction = data.begin().await.unwrap();
+    let mut conn = app_connection(&server).await;
+    let mut transaction = conn.begin().await.unwrap();
     assert_eq!(registry.try_lock_in(&mut transaction, "k").await.unwrap(), None);
     transaction.rollback().await.unwrap();
     for reader in readers {
@@ -210,23 +214,23 @@ async fn a_fence_accepts_each_live_entry_and_no_ended_one() {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let admin = backend(config(&server)).await;
-    let (mut data, mut other) = (data(&server).await, data(&server).await);
+    let (mut conn, mut other) = (app_connection(&server).await, app_connection(&server).await);
     let ended = a.obtain("coupon/7").read().await.unwrap();
     let reader = b.obtain("coupon/7").read().await.unwrap();
     for guard in [&ended, &reader] {
-        sell(guard, &mut data).await.unwrap();
+        sell(guard, &mut conn).await.unwrap();
     }
     assert_eq!(admin.release(ended.claim()).await.unwrap(), Release::Freed);
-    let error = sell(&ended, &mut data).await.unwrap_err();
+    let error = sell(&ended, &mut conn).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
-    sell(&reader, &mut data).await.unwrap();
+    sell(&reader, &mut conn).await.unwrap();
     reader.unlock().await.unwrap();
 
     // A grant that was upgraded, and one that has waited in the queue, are in a record too.
     let upgradable = b.obtain("coupon/7").upgradable().await.unwrap();
-    sell(&upgradable, &mut data).await.unwrap();
+    sell(&upgradable, &mut conn).await.unwrap();
     let upgraded = upgradable.upgrade().await.unwrap();
-    sell(&upgraded, &mut data).await.unwrap();
+    sell(&upgraded, &mut conn).await.unwrap();
     let waiting = a.obtain("coupon/8");
     let held = b.obtain("coupon/8").lock().await.unwrap();
     let (waited, ()) = tokio::join!(
@@ -237,9 +241,9 @@ async fn a_fence_accepts_each_live_entry_and_no_ended_one() {
             held.unlock().await.unwrap();
         }
     );
-    sell(&waited, &mut data).await.unwrap();
+    sell(&waited, &mut conn).await.unwrap();
     let permit = b.semaphore("coupon/9", 3).acquire().await.unwrap();
-    sell(&permit, &mut data).await.unwrap();
+    sell(&permit, &mut conn).await.unwrap();
     assert_eq!(sales(&server).await, "8");
 }
 
@@ -248,15 +252,15 @@ async fn a_fence_accepts_each_live_entry_and_no_ended_one() {
 async fn a_writer_waits_for_the_fenced_transactions_of_ended_readers() {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
-    let (mut first, mut second) = (data(&server).await, data(&server).await);
+    let (mut first, mut second) = (app_connection(&server).await, app_connection(&server).await);
     let readers =
         [a.obtain("coupon/7").read().await.unwrap(), b.obtain("coupon/7").read().await.unwrap()];
     let mut transaction = first.begin().await.unwrap();
     readers[0].fence(&mut transaction).await.unwrap();
     timeout(TEST_TIMEOUT, sell(&readers[1], &mut second)).await.unwrap().unwrap();
     transaction.execute(SELL).await.unwrap();
-    // On some servers, a fence of one reader delays the grants of others.
-    assert_eq!(joins(&server).await, KNOWS_TRANSACTIONS);
+    // On MariaDB and MySQL, the fence of one reader delays the grants of other readers.
+    assert_eq!(can_join(&server).await, DETECTS_TRANSACTIONS);
 
     let lock = b.obtain("coupon/7");
     let commit = async {
@@ -265,7 +269,7 @@ async fn a_writer_waits_for_the_fenced_transactions_of_ended_readers() {
     };
     let take_over = async {
         let [one, other] = readers;
-        // On some servers the release of a fenced claim fails, and is repeated later.
+        // On MariaDB and MySQL, the release of a fenced claim may fail, and is repeated later.
         let (_, _) = tokio::join!(one.unlock(), other.unlock());
         let writer = timeout(TEST_TIMEOUT, lock.lock()).await.unwrap().unwrap();
         assert_eq!(sales(&server).await, "2", "the sales existed before the writer was");
@@ -275,8 +279,9 @@ async fn a_writer_waits_for_the_fenced_transactions_of_ended_readers() {
     sell(&writer, &mut second).await.unwrap();
 }
 
-/// Returns whether another reader joins while a transaction of a reader is open.
-async fn joins(server: &Server) -> bool {
+/// Returns whether another reader is granted the key while a fenced transaction of a reader is
+/// open.
+async fn can_join(server: &Server) -> bool {
     let backend = backend(config(server)).await;
     let reader = reader("coupon/7");
     match backend.try_acquire(&reader).await {

@@ -7,7 +7,9 @@ use registry_jdbc::sqlx::{Connection as _, Executor};
 use registry_jdbc::{CreateSchema, Fence, FenceError, SpringTable, SqlMode};
 use registry_testkit::eventually;
 
-use super::common::{LEASE, TEST_TIMEOUT, config, data, error_chain, key, lock, run, server};
+use super::common::{
+    LEASE, TEST_TIMEOUT, app_connection, config, error_chain, key, lock, run, server,
+};
 use crate::server::*;
 
 pub(crate) const TTL: Duration = Duration::from_secs(10);
@@ -103,7 +105,7 @@ async fn keys_of_one_uuid_are_one_lock() {
     }
 }
 
-/// Uses the UUID, which is a key of the same lock.
+/// A row of Spring contains only the UUID of its key. The UUID is also a key of the same lock.
 #[tokio::test]
 async fn locks_of_spring_are_listed_and_can_be_broken() {
     let server = server().await;
@@ -152,10 +154,10 @@ async fn a_fenced_transaction_excludes_spring_until_it_ends() {
     let backend = backend(&server, SpringTable::v7()).await;
     let registry = registry_core::Registry::builder(std::sync::Arc::new(backend)).build().unwrap();
     let guard = lock(&registry, "k").await;
-    let mut connection = data(&server).await;
+    let mut connection = app_connection(&server).await;
     let mut transaction = connection.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    let mut peer = data(&server).await;
+    let mut peer = app_connection(&server).await;
     let refused = peer.execute(SPRING_STEAL).await.unwrap_err();
     assert!(refused.to_string().contains("timeout"), "{refused}");
     transaction.commit().await.unwrap();

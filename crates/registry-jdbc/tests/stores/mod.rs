@@ -1,5 +1,5 @@
-//! A SQLite file as a store under test, in a temporary folder of its own.
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+//! The SQLite store of the conformance suite: a file in a temporary folder of its own.
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use registry_core::LockBackend;
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tempfile::TempDir;
 
-/// Long, because the suite has its own time limits.
+/// Long, because the clauses of the suite have their own time limits.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The configuration of every client.
