@@ -176,7 +176,7 @@ impl RenewalPolicy {
         self
     }
 
-    fn meet(self, other: Self) -> Self {
+    fn intersection(self, other: Self) -> Self {
         Self {
             batch_max: self.batch_max.min(other.batch_max),
             renews_whole_shard: self.renews_whole_shard && other.renews_whole_shard,
@@ -351,7 +351,7 @@ impl Capabilities {
 
     /// Returns the capabilities that both stores have.
     #[must_use]
-    pub fn meet(&self, other: &Self) -> Self {
+    pub fn intersection(&self, other: &Self) -> Self {
         Self {
             store: if self.store == other.store { self.store } else { "several" },
             class: self.class.min(other.class),
@@ -371,7 +371,7 @@ impl Capabilities {
             inspect: self.inspect && other.inspect,
             lease_min: self.lease_min.max(other.lease_min),
             lease_max: self.lease_max.min(other.lease_max),
-            renewal: self.renewal.meet(other.renewal),
+            renewal: self.renewal.intersection(other.renewal),
         }
     }
 }

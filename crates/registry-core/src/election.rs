@@ -23,7 +23,7 @@ use crate::guard::{Hold, LockGuard};
 use crate::local_lock::LocalLock;
 use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
-use crate::once::{host_time, millis};
+use crate::once::{host_time, unix_millis};
 use crate::options::LockOptions;
 use crate::owner::Owner;
 use crate::value::LockValue;
@@ -730,7 +730,7 @@ impl Record {
             Some(label) => format!("label {}\n{label}", label.len()),
             None => "no label\n".to_owned(),
         };
-        let text = format!("{HEADER}\n{state}\nsince {}\n{label}", millis(self.since));
+        let text = format!("{HEADER}\n{state}\nsince {}\n{label}", unix_millis(self.since));
         [text.as_bytes(), &self.data].concat()
     }
 }

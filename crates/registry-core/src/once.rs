@@ -122,7 +122,7 @@ impl From<&str> for Tick {
 /// Rounds down to whole milliseconds. A time before 1970 becomes zero.
 impl From<SystemTime> for Tick {
     fn from(time: SystemTime) -> Self {
-        Self::Time(millis(time))
+        Self::Time(unix_millis(time))
     }
 }
 
@@ -363,7 +363,7 @@ impl ScheduledJob {
             Schedule::Tick(tick) => (tick.clone(), 1),
             Schedule::Every(period) => {
                 let period = u64::try_from(period.as_millis()).unwrap_or(u64::MAX);
-                (Tick::Time(millis(now) / period * period), period)
+                (Tick::Time(unix_millis(now) / period * period), period)
             }
         };
         let due = |first| Ticks { next: Some(first), newest: newest.clone(), step, now, read_at };
@@ -568,7 +568,7 @@ impl DoneRecord {
         let tick = match lines.next()?.split_once(' ')? {
             ("tick", number) => Tick::Number(number.parse().ok()?),
             ("name", name) => Tick::Name(name.into()),
-            ("time", millis) => Tick::Time(millis.parse().ok()?),
+            ("time", unix_millis) => Tick::Time(unix_millis.parse().ok()?),
             _ => return None,
         };
         let at = lines.next()?.strip_prefix("at ")?.parse().ok().filter(|at| *at < AT_LIMIT)?;
@@ -587,7 +587,7 @@ impl DoneRecord {
             Tick::Name(_) => "name",
         };
         let label = self.label.iter().map(|label| format!("\nlabel {label}")).collect::<String>();
-        format!("{HEADER}\n{kind} {}\nat {}{label}", self.tick, millis(self.at)).into_bytes()
+        format!("{HEADER}\n{kind} {}\nat {}{label}", self.tick, unix_millis(self.at)).into_bytes()
     }
 }
 
@@ -601,7 +601,7 @@ async fn release(guard: LockGuard) {
     _ = guard.unlock().await;
 }
 
-pub(crate) fn millis(time: SystemTime) -> u64 {
+pub(crate) fn unix_millis(time: SystemTime) -> u64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

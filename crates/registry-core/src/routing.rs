@@ -76,7 +76,7 @@ impl LockRegistry for RoutingRegistry {
     fn capabilities(&self) -> Capabilities {
         let all = self.distinct_registries();
         all.iter().skip(1).fold(self.default.capabilities(), |common, registry| {
-            common.meet(&registry.capabilities())
+            common.intersection(&registry.capabilities())
         })
     }
 

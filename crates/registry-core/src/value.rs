@@ -23,7 +23,7 @@ use crate::key::Key;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LockValue {
-    /// The bytes, at most [`MAX_BYTES`](Self::MAX_BYTES).
+    /// The bytes, at most [`BYTES_MAX`](Self::BYTES_MAX).
     pub bytes: Vec<u8>,
     /// The fencing token of the holder that wrote them.
     pub token: FencingToken,
@@ -31,7 +31,7 @@ pub struct LockValue {
 
 impl LockValue {
     /// The maximum number of bytes: 4 KiB.
-    pub const MAX_BYTES: usize = 4_096;
+    pub const BYTES_MAX: usize = 4_096;
 
     /// Creates a value that the holder with this token wrote.
     #[must_use]

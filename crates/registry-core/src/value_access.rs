@@ -101,7 +101,7 @@ impl LockGuard {
     /// hold.
     ///
     /// # Errors
-    /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::MAX_BYTES`] bytes
+    /// [`LockError::InvalidOption`], before any I/O, for more than [`LockValue::BYTES_MAX`] bytes
     /// or a guard that is not exclusive. [`LockError::Unsupported`] if the store has no [value
     /// blocks](crate::Capabilities::values). [`LockError::Lost`] if the lock is not held any more.
     /// [`LockError::Backend`] if the store did not confirm the write. Such a write may still take
@@ -128,8 +128,8 @@ impl LockGuard {
         let value = value.into();
         let engine = self.hold().grant().engine();
         engine.require_values()?;
-        if value.len() > LockValue::MAX_BYTES {
-            return Err(InvalidOption::value_too_long(value.len(), LockValue::MAX_BYTES).into());
+        if value.len() > LockValue::BYTES_MAX {
+            return Err(InvalidOption::value_too_long(value.len(), LockValue::BYTES_MAX).into());
         }
         if self.mode() != ClaimMode::Exclusive {
             return Err(InvalidOption::value_of_mode(self.mode()).into());

@@ -35,7 +35,7 @@ pub use writes::{fenced_writes, guarded_writes};
 /// The number of operations that a check judged. A test can fail if the numbers are too small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Checked {
+pub struct CheckCounts {
     /// Grants in the history.
     pub grants: usize,
     /// Grants with a fencing token; only these are part of the token order.
@@ -53,7 +53,7 @@ pub struct Checked {
 ///
 /// # Errors
 /// Returns the first [`Violation`].
-pub fn check(history: &History) -> Result<Checked, Violation> {
+pub fn check(history: &History) -> Result<CheckCounts, Violation> {
     check_with(history, busy_answers)
 }
 
@@ -62,7 +62,7 @@ pub fn check(history: &History) -> Result<Checked, Violation> {
 ///
 /// # Errors
 /// Returns the first [`Violation`].
-pub fn check_queued(history: &History) -> Result<Checked, Violation> {
+pub fn check_queued(history: &History) -> Result<CheckCounts, Violation> {
     check_with(history, busy_answers_queued)
 }
 
@@ -79,7 +79,7 @@ pub fn check_modes(history: &History) -> Result<usize, Violation> {
 fn check_with(
     history: &History,
     busy_answers: fn(&History) -> Result<usize, Violation>,
-) -> Result<Checked, Violation> {
+) -> Result<CheckCounts, Violation> {
     let tokens = token_order(history)?;
     let grants = validity(history)?;
     let writes = fenced_writes(history)?;
@@ -90,7 +90,7 @@ fn check_with(
     let unknown = history.unknown.len()
         + history.grants.iter().filter(|grant| result(grant) == ReleaseResult::Unknown).count()
         + history.writes.iter().filter(|write| write.answer == WriteResult::Unknown).count();
-    Ok(Checked { grants, tokens, busy, writes, unknown })
+    Ok(CheckCounts { grants, tokens, busy, writes, unknown })
 }
 
 /// Groups items by key and keeps their order within each group.

@@ -11,7 +11,7 @@ use registry_core::LockError;
 /// # Panics
 /// If the text has another form.
 #[must_use]
-pub fn cause_of_failed_acquire(error: &LockError, key: &str, address: &str) -> String {
+pub fn assert_acquire_error(error: &LockError, key: &str, address: &str) -> String {
     let text = error.to_string();
     let cause = text.strip_prefix(&format!("acquire on {key:?} at {address} failed: "));
     let cause = cause.unwrap_or_else(|| panic!("not of the form at {address}: {text}"));

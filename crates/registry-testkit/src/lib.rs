@@ -78,7 +78,7 @@ mod eventually;
 mod retry;
 mod error_text;
 
-pub use error_text::{cause_of_failed_acquire, error_text};
+pub use error_text::{assert_acquire_error, error_text};
 pub use eventually::{PollResult, TimeoutError, eventually, within};
 #[cfg(unix)]
 pub use managed_server::{ManagedServer, ServerDescription, ServerProgram};

@@ -134,7 +134,7 @@ impl<S: ServerDescription> ManagedServer<S> {
     }
 
     /// Kills the server if it runs, and starts it with its previous data. Unlike
-    /// [`launch_again`](Self::launch_again), returns before the server can be paused.
+    /// [`restart_without_waiting`](Self::restart_without_waiting), returns before the server can be paused.
     pub(crate) fn launch(&mut self) -> io::Result<()> {
         // Before the command is created, because the server may write its configuration file.
         self.kill();
@@ -144,13 +144,13 @@ impl<S: ServerDescription> ManagedServer<S> {
 
     /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
     /// until it serves. A member of several servers may serve only while there is a majority.
-    pub async fn start_again(&mut self) -> io::Result<()> {
+    pub async fn restart(&mut self) -> io::Result<()> {
         self.launch()?;
         self.wait_until_serving().await
     }
 
-    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
-    pub async fn launch_again(&mut self) -> io::Result<()> {
+    /// Like [`restart`](Self::restart), without waiting until the server serves.
+    pub async fn restart_without_waiting(&mut self) -> io::Result<()> {
         self.launch()?;
         self.wait_until_started().await
     }

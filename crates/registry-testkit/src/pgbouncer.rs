@@ -81,7 +81,7 @@ impl PgBouncer {
                 lines.join("\n")
             ),
         )?;
-        bouncer.start_again().await?;
+        bouncer.restart().await?;
         Ok(bouncer)
     }
 

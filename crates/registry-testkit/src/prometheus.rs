@@ -70,7 +70,7 @@ impl Prometheus {
             rules.display()
         );
         server.write_file("settings.yml", settings)?;
-        server.start_again().await?;
+        server.restart().await?;
         Ok(server)
     }
 

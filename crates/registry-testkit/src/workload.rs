@@ -24,7 +24,7 @@ use crate::recording_client::{RecordedGuard, RecordingClient};
 
 pub use faults::{assert_releases_without_reply_free_their_keys, end_acquisition_without_reply};
 pub use outcome::{ValidityOverlap, WorkloadOutcome};
-pub use suspended::suspend_a_holder;
+pub use suspended::assert_a_suspended_holder_is_replaced;
 
 /// A limit for any machine. Only a failing test reaches it.
 pub const LONG: Duration = Duration::from_secs(60);

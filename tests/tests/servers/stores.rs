@@ -33,7 +33,7 @@ trait StoreServer: Send + Sync {
 #[async_trait]
 impl<S: ServerDescription> StoreServer for ManagedServer<S> {
     async fn restart(&mut self) -> io::Result<()> {
-        self.start_again().await
+        self.restart().await
     }
 }
 

@@ -161,7 +161,7 @@ fn a_server_that_starts_during_the_wait_is_used() {
     // `lockreg` prints nothing while its connection is refused. The test therefore waits for a
     // fixed time, in which some attempts fail.
     std::thread::sleep(std::time::Duration::from_millis(500));
-    runtime.block_on(server.start_again()).unwrap();
+    runtime.block_on(server.restart()).unwrap();
     assert_eq!(waiting.wait(), 0);
 }
 

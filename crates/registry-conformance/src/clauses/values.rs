@@ -36,13 +36,13 @@ pub async fn a_value_is_visible_to_all_clients_and_survives_the_release(context:
     assert_freed(&*reader, &next).await;
 }
 
-/// A value may contain any bytes, from none up to `LockValue::MAX_BYTES`. A later write replaces
+/// A value may contain any bytes, from none up to `LockValue::BYTES_MAX`. A later write replaces
 /// it.
 pub async fn a_value_has_any_bytes_up_to_the_maximum(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders: é\n\"{}%42"), context.long_lease());
     let token = assert_granted(&*client, &claim).await.token;
-    let all_bytes: Vec<u8> = (0..=u8::MAX).cycle().take(LockValue::MAX_BYTES).collect();
+    let all_bytes: Vec<u8> = (0..=u8::MAX).cycle().take(LockValue::BYTES_MAX).collect();
     for bytes in [all_bytes, Vec::new(), vec![0], b"'; --".to_vec()] {
         assert_written(&*client, &claim, token, &bytes).await;
         let value = read(&*client, claim.key().as_str()).await.expect("a value was written");
@@ -227,10 +227,10 @@ pub async fn an_invalid_value_is_refused_before_any_request(context: &TestContex
     let registry = context.registry().await;
     let lock = registry.obtain("report");
     let guard = lock.lock().await.expect("a free lock is acquired");
-    let error = guard.set_value(vec![0; LockValue::MAX_BYTES + 1]).await.expect_err("too long");
+    let error = guard.set_value(vec![0; LockValue::BYTES_MAX + 1]).await.expect_err("too long");
     assert!(matches!(error, LockError::InvalidOption(_)), "{error}");
     assert!(error.to_string().contains("4097 bytes"), "{error}");
-    guard.set_value(vec![0; LockValue::MAX_BYTES]).await.expect("the maximum is accepted");
+    guard.set_value(vec![0; LockValue::BYTES_MAX]).await.expect("the maximum is accepted");
     guard.unlock().await.expect("the lock is released");
     if registry.capabilities().shared {
         let reader = lock.read().await.expect("a free lock is acquired");

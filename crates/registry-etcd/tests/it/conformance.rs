@@ -68,7 +68,7 @@ impl Servers for EtcdServer {
     }
 
     async fn restart(&mut self) {
-        self.start_again().await.unwrap();
+        self.restart().await.unwrap();
     }
 }
 
@@ -95,7 +95,7 @@ impl Servers for EtcdCluster {
             self.member_mut(number).kill();
         }
         for number in 0..3 {
-            self.member_mut(number).launch_again().await.unwrap();
+            self.member_mut(number).restart_without_waiting().await.unwrap();
         }
         for number in 0..3 {
             self.member_mut(number).wait_until_serving().await.unwrap();
@@ -123,7 +123,7 @@ impl Servers for EtcdctlLayout {
     }
 
     async fn restart(&mut self) {
-        self.0.start_again().await.unwrap();
+        self.0.restart().await.unwrap();
     }
 }
 
@@ -161,7 +161,7 @@ impl Servers for AuthenticatedServer {
     }
 
     async fn restart(&mut self) {
-        self.server.start_again().await.unwrap();
+        self.server.restart().await.unwrap();
     }
 }
 

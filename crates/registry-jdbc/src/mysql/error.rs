@@ -57,7 +57,7 @@ impl ServerErrors for MySql {
     }
 
     /// Returns whether the server has no named locks, as nodes of some clusters do.
-    fn lacks_holder_locks(error: &BackendError) -> bool {
+    fn is_missing_holder_locks(error: &BackendError) -> bool {
         matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
     }
 }

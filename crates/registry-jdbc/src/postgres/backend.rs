@@ -28,7 +28,7 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
+    Answer, PURGE_BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
     QueryMode, Resend, RowId, SqlClient, SqlMode, Statement, StatementText, Store, Value,
     WakeupSource,
 };
@@ -227,7 +227,7 @@ impl Dialect for Postgres {
     /// In the same transaction, a trigger of the tables records the largest of the deleted tokens.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let min_age = Value::Number(micros(store.settings().purge_after));
-        let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age];
+        let values = [Value::bytes(&start), Value::Number(i64::from(PURGE_BATCH_ROWS)), min_age];
         let rows = store.query(&store.statements.purge, values).await?;
         let deleted = rows.first().map_or(Ok(0), |row| number::<Self>(row, 0))?;
         Ok(u64::try_from(deleted).unwrap_or(0))

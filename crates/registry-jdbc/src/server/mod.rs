@@ -56,7 +56,7 @@ pub(crate) use pool::AfterConnect;
 #[cfg(feature = "mysql")]
 pub(crate) use pool::PooledConnection;
 pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits};
-pub(crate) use purge::BATCH_ROWS;
+pub(crate) use purge::PURGE_BATCH_ROWS;
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use records::RECORD_MARKER;
 pub(crate) use row_id::RowId;

@@ -8,21 +8,21 @@ use registry_core::{BackendError, Claim};
 use tokio::time::timeout;
 
 /// A release purges a batch if the random id of its claim begins with this byte: one in 256.
-const PURGE_FIRST_BYTE: u8 = 0;
+const PURGE_ID_BYTE: u8 = 0;
 
 /// The maximum time that a batch adds to a release, even if all connections are busy.
 const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The number of rows that a batch checks, live and dead. This is twice the number of releases
 /// between two batches, so that at most about half of all rows are dead.
-pub(crate) const BATCH_ROWS: u16 = 512;
+pub(crate) const PURGE_BATCH_ROWS: u16 = 512;
 
 /// Calls `purge_batch` with the id of a random first row, for one claim in 256.
 pub(crate) async fn maybe_purge<T, F>(claim: &Claim, purge_batch: impl FnOnce([u8; 32]) -> F)
 where
     F: Future<Output = Result<T, BackendError>>,
 {
-    if claim.id().to_bytes()[0] == PURGE_FIRST_BYTE {
+    if claim.id().to_bytes()[0] == PURGE_ID_BYTE {
         // The release is complete and must not fail because of the purge. The next acquisition
         // returns any error of the tables.
         let start: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));

@@ -243,7 +243,7 @@ impl<D: Dialect> LeaseTable<D> {
         let value = key.map_or_else(|| self.namespace_value(), |key| self.id(key));
         let RowStatements { holders, lease_holders_only, .. } = self.statements();
         match (self.store.query(holders.select(key), [value.clone()]).await, lease_holders_only) {
-            (Err(error), Some(lease_holders)) if D::lacks_holder_locks(&error) => {
+            (Err(error), Some(lease_holders)) if D::is_missing_holder_locks(&error) => {
                 self.store.query(lease_holders.select(key), [value]).await
             }
             (rows, _) => rows,

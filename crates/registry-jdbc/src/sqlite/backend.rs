@@ -25,7 +25,7 @@ use super::paths::DatabasePaths;
 use super::records::MARKER;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
-use super::waiters::SqliteWaiters;
+use super::waiters::SqliteReleaseWatcher;
 
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///
@@ -78,7 +78,7 @@ pub struct SqliteBackend {
     next_token_min: AtomicI64,
     pub(super) writer: ReconnectingConnection,
     pub(super) reader: Arc<ReconnectingConnection>,
-    pub(super) waiters: SqliteWaiters,
+    pub(super) waiters: SqliteReleaseWatcher,
 }
 
 impl SqliteBackend {
@@ -107,7 +107,7 @@ impl SqliteBackend {
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
         let statements = Arc::new(SqliteStatementBinder::new(clock, &config.namespace));
-        let waiters = SqliteWaiters::new(
+        let waiters = SqliteReleaseWatcher::new(
             Arc::clone(&reader),
             Arc::clone(&statements),
             paths.wal.clone(),

@@ -460,7 +460,7 @@ mod tests {
         let error = registry.obtain("orders/42").lock().await.unwrap_err();
         let path = folder.0.path().canonicalize().unwrap().join("locks.db");
         assert_eq!(
-            registry_testkit::cause_of_failed_acquire(
+            registry_testkit::assert_acquire_error(
                 &error,
                 "orders/42",
                 &path.display().to_string()

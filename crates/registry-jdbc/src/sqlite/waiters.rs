@@ -57,7 +57,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend.
-pub(super) struct SqliteWaiters {
+pub(super) struct SqliteReleaseWatcher {
     watcher: Arc<ReleaseWatcher>,
     /// Runs the task. A waiter's own runtime may end before other waiters are woken, or may have no
     /// I/O driver.
@@ -80,7 +80,7 @@ struct KnownMark {
     is_new: bool,
 }
 
-impl SqliteWaiters {
+impl SqliteReleaseWatcher {
     pub(super) fn new(
         reader: Arc<ReconnectingConnection>,
         statements: Arc<SqliteStatementBinder>,
@@ -129,15 +129,15 @@ impl SqliteWaiters {
     }
 }
 
-impl Drop for SqliteWaiters {
+impl Drop for SqliteReleaseWatcher {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl fmt::Debug for SqliteWaiters {
+impl fmt::Debug for SqliteReleaseWatcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SqliteWaiters")
+        f.debug_struct("SqliteReleaseWatcher")
             .field("waiters", &self.watcher.waiters)
             .finish_non_exhaustive()
     }

@@ -52,7 +52,7 @@ async fn server_crashes_violate_no_property(kind: ServerKind) {
         let begin = workload.now();
         server.kill();
         sleep(downtime).await;
-        server.start_again().await;
+        server.restart().await;
         windows.push(workload.window(begin, LEASE));
         workload.wait_for_progress().await;
     }

@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use registry_core::Registry;
-use registry_testkit::{cause_of_failed_acquire, within};
+use registry_testkit::{assert_acquire_error, within};
 
 use crate::server::{
     LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode, spring_backend_with_long_timeouts,
@@ -28,7 +28,7 @@ async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     // Concurrent, because each call retries for the length of a lease.
     let calls = registries.iter().map(async |(mode, registry)| {
         let error = within(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap_err();
-        let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
+        let cause = assert_acquire_error(&error, "orders/42", &server.addr().to_string());
         assert_eq!(cause, refused, "{mode}");
     });
     join_all(calls).await;

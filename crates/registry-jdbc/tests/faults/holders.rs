@@ -88,7 +88,7 @@ async fn a_released_row_lock_is_free_and_cannot_be_broken(kind: ServerKind) {
     let guard = lock(&rows, "a", "gone").await;
     let mut server = server;
     server.kill();
-    server.start_again().await;
+    server.restart().await;
     within(TEST_TIMEOUT, guard.lost()).await;
     let inspect_again = async || try_inspect(&rows, "a").await;
     assert_eq!(eventually(TEST_TIMEOUT, inspect_again).await, None);

@@ -104,7 +104,7 @@ async fn a_killed_server_costs_exclusion_briefly(kind: ServerKind, mode: LockMod
         let losses = workload.steady_losses();
         let before = workload.now();
         server.kill();
-        server.start_again().await;
+        server.restart().await;
         windows.push(workload.window(before, UNNOTIFIED_MAX));
         workload.wait_for_steady_losses(losses + 1).await;
         workload.wait_for_progress().await;

@@ -115,7 +115,7 @@ async fn tokens_increase_after_crashes(kind: ServerKind) {
         let first_registry = session(&server).await;
         drop(tokens.lock_without_write(&server, &first_registry).await);
         server.kill();
-        server.start_again().await;
+        server.restart().await;
         let other = session(&server).await;
         tokens.lock_and_unlock(&other, 1).await;
         let relock = || eventually(TEST_TIMEOUT, async || first_registry.obtain(KEY).lock().await);

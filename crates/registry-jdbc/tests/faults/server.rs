@@ -98,10 +98,10 @@ impl Server {
         }
     }
 
-    pub(crate) async fn start_again(&mut self) {
+    pub(crate) async fn restart(&mut self) {
         match self {
-            Self::Postgres(server) => server.start_again().await.unwrap(),
-            Self::MariaDb(server) => server.start_again().await.unwrap(),
+            Self::Postgres(server) => server.restart().await.unwrap(),
+            Self::MariaDb(server) => server.restart().await.unwrap(),
         }
     }
 

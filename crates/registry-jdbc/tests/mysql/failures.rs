@@ -22,7 +22,7 @@ async fn a_waiter_is_woken_after_the_server_restarts() {
     let other = b.obtain("k");
     let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
     server.kill();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     guard.unlock().await.unwrap();
     within(TEST_TIMEOUT, waiting).await.unwrap().unlock().await.unwrap();
 }

@@ -123,7 +123,7 @@ impl TestServer {
 
     /// Every confirmed write is on disk, so this may be a crash.
     pub(crate) async fn restart(&mut self) {
-        self.0.start_again().await.unwrap();
+        self.0.restart().await.unwrap();
     }
 
     /// Ends the connection that holds the lock. `hash_input` contains namespace and key in

@@ -141,7 +141,7 @@ impl TestServer {
     /// end of their lease.
     pub(crate) async fn restart(&mut self) {
         self.server.stop().await.unwrap();
-        self.server.start_again().await.unwrap();
+        self.server.restart().await.unwrap();
     }
 
     /// Ends the connection that holds the lock. `hash_input` contains namespace and key in

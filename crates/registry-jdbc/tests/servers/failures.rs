@@ -24,7 +24,7 @@ async fn a_killed_server_has_its_locks_after_the_restart() {
         server.kill();
         let error = backend.try_acquire(&claim("k")).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Transient, "{}", error_chain(&error));
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
         busy(&backend, &claim("k")).await;
@@ -121,7 +121,7 @@ async fn connections_that_broke_while_idle_are_replaced() {
     end_connections(&server).await;
     busy(&backend, &claim("k0")).await;
     server.stop().await.unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     grant(&backend, &claim("other")).await;
     assert!(!backend.inspect(&key("k1")).await.unwrap().is_empty());
 }

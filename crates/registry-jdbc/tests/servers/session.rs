@@ -69,7 +69,7 @@ async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
             server.kill();
         }
         timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         let next = registry.obtain("orders/42");
         let next = timeout(TEST_TIMEOUT, next.lock()).await.unwrap().unwrap();
         assert!(next.fencing_token() > guard.fencing_token(), "{mode:?}");

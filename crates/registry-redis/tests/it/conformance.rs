@@ -83,13 +83,13 @@ impl ServerSet for RedisServer {
     }
 
     async fn restart(&mut self) {
-        self.start_again().await.unwrap();
+        self.restart().await.unwrap();
     }
 
     async fn wipe(&mut self) {
         self.kill();
         self.delete_data().unwrap();
-        self.start_again().await.unwrap();
+        self.restart().await.unwrap();
     }
 }
 

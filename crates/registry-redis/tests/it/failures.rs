@@ -120,7 +120,7 @@ async fn a_crash_of_a_durable_server_loses_no_lock() {
     server.kill();
     assert!(guard.is_held());
     assert!(guard.extend(secs(60)).await.is_err(), "the server is down");
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let registry_b = open_without_polling(&server).await;
     assert!(registry_b.obtain("k").try_lock().await.unwrap().is_none());
     eventually(LONG, async || guard.extend(secs(60)).await.is_ok()).await;
@@ -138,7 +138,7 @@ async fn a_restart_without_data_notifies_the_holder_and_tokens_keep_growing() {
     let token = guard.fencing_token();
     server.kill();
     server.delete_data().unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let next = open_without_polling(&server).await.obtain("k").lock().await.unwrap();
     assert!(next.fencing_token() > token);
     let reason = within(LONG, guard.lost()).await;
@@ -198,7 +198,7 @@ async fn after_an_outage_claims_are_verified_as_soon_as_the_server_is_back() {
     // Long enough for the first attempts to reconnect to fail.
     tokio::time::sleep(secs(1)).await;
     let before = verified();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     eventually(LONG, async || verified() > before).await;
     guard.unlock().await.unwrap();
 }

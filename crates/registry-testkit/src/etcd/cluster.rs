@@ -31,7 +31,7 @@ impl EtcdCluster {
         let all: Vec<_> = cluster.members.iter().map(EtcdServer::initial_cluster_entry).collect();
         for member in &mut cluster.members {
             member.join(&all.join(","));
-            member.launch_again().await?;
+            member.restart_without_waiting().await?;
         }
         for member in &mut cluster.members {
             member.wait_until_serving().await?;

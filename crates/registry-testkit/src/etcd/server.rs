@@ -89,7 +89,7 @@ impl EtcdServer {
     pub async fn start_with(options: EtcdOptions) -> io::Result<Self> {
         let mut server = Self::prepare("m0".to_owned(), options)?;
         server.state.members = server.initial_cluster_entry();
-        server.start_again().await?;
+        server.restart().await?;
         server.enable_auth().await?;
         Ok(server)
     }

@@ -11,13 +11,13 @@ use super::LockHolder;
 
 const KEY: &str = "stock/42";
 
-/// The beginning of an error of [`refused_by_server`].
+/// The beginning of an error of [`rejected_write`].
 const REFUSED_BY_SERVER: &str = "the server refused the write";
 
 /// Returns the error of a [`FencedWriter`](super::FencedWriter) whose request the server refused.
 /// `reply` is the server's reply.
 #[must_use]
-pub fn refused_by_server(reply: impl Display) -> Box<dyn Error + Send + Sync> {
+pub fn rejected_write(reply: impl Display) -> Box<dyn Error + Send + Sync> {
     format!("{REFUSED_BY_SERVER}: {reply}").into()
 }
 

@@ -91,7 +91,7 @@ impl MariaDbServer {
         let mut server = Self::new(options, Port::reserve()?)?;
         server.install_certificates()?;
         data_cache::fill(&server, server.install_command()).await?;
-        server.start_again().await?;
+        server.restart().await?;
         server.sql_in("mysql", "CREATE DATABASE app").await?;
         if let Some(password) = &server.options.store.password {
             server.sql(&format!("ALTER USER root@'127.0.0.1' IDENTIFIED BY '{password}'")).await?;

@@ -70,7 +70,7 @@ impl PostgresServer {
         let mut server = Self::new(options, ())?;
         server.install_certificates()?;
         server.create_data().await?;
-        server.start_again().await?;
+        server.restart().await?;
         Ok(server)
     }
 
@@ -113,7 +113,7 @@ impl PostgresServer {
         copy.args(["-R", "-X", "stream", "-c", "fast", "--no-sync"]).arg("-D").arg(standby.data());
         self.add_connection_args(&mut copy);
         run_command::run(copy, "").await?;
-        standby.start_again().await?;
+        standby.restart().await?;
         Ok(standby)
     }
 

@@ -71,7 +71,7 @@ impl RedisServer {
     /// Like [`start`](Self::start), with the given options.
     pub async fn start_with(options: RedisOptions) -> io::Result<Self> {
         let mut server = Self::new(options, ())?;
-        server.start_again().await?;
+        server.restart().await?;
         Ok(server)
     }
 

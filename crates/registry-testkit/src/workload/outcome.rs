@@ -9,7 +9,7 @@ use std::time::Duration;
 use registry_core::LostReason;
 
 use super::{REGISTRY_CLIENTS, RecordedLoss, WorkloadOptions};
-use crate::check::{Checked, check, check_queued};
+use crate::check::{CheckCounts, check, check_queued};
 use crate::history::{History, RecordedGrant, ReleaseResult, Window, WriteResult};
 
 /// The maximum delay, in nanoseconds, with which a holder on a loaded machine may notice the end of
@@ -89,7 +89,7 @@ impl WorkloadOutcome {
     ///
     /// # Panics
     /// Panics with the first broken promise.
-    pub fn assert_guarantees_despite_late_losses(mut self) -> Checked {
+    pub fn assert_guarantees_despite_late_losses(mut self) -> CheckCounts {
         let grants = self.history.grants.clone();
         for grant in &mut self.history.grants {
             let late_release =
@@ -123,7 +123,7 @@ impl WorkloadOutcome {
     ///
     /// # Panics
     /// Panics with the first broken promise, or if the history has too few grants or writes.
-    pub fn assert_guarantees(&self) -> Checked {
+    pub fn assert_guarantees(&self) -> CheckCounts {
         self.assert_losses_were_reported();
         self.assert_rejections_were_justified();
         let check = if self.options.is_queued { check_queued } else { check };

@@ -26,7 +26,7 @@ const SUSPENDED: u32 = 7_001;
 ///
 /// # Panics
 /// Panics if one of these promises is broken.
-pub async fn suspend_a_holder(
+pub async fn assert_a_suspended_holder_is_replaced(
     workload: &Workload,
     mut holder: LockHolder,
     successor: Registry,

@@ -101,7 +101,7 @@ impl ZooKeeperEnsemble {
         let mut member = ZooKeeperServer::prepare(options.clone())?;
         fs::write(member.data().join("myid"), (number + 1).to_string())?;
         member.configure(&self.server_lines_for(number))?;
-        member.launch_again().await?;
+        member.restart_without_waiting().await?;
         self.members.push(member);
         Ok(())
     }

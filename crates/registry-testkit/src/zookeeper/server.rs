@@ -103,7 +103,7 @@ impl ZooKeeperServer {
     pub async fn start_with(options: ZooKeeperOptions) -> io::Result<Self> {
         let mut server = Self::prepare(options)?;
         server.configure("")?;
-        server.start_again().await?;
+        server.restart().await?;
         Ok(server)
     }
 

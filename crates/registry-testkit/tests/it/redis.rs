@@ -60,11 +60,11 @@ async fn a_killed_server_restarts_with_its_data_at_once() {
         server.kill();
         assert!(!server.is_up());
         server.send_command("PING").await.unwrap_err();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         assert_eq!(get(&server, round).await.as_deref(), Some(round));
     }
     server.pause().unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     assert!(server.is_up() && !server.is_paused());
     assert_eq!(get(&server, "one").await.as_deref(), Some("one"));
 }
@@ -103,7 +103,7 @@ async fn sentinels_elect_another_master_on_request() {
     assert!(new != old && new == setup.master().await.unwrap());
     assert_eq!(get(setup.server(new), "k").await.as_deref(), Some("v"));
     // The server saved its new role in its configuration.
-    setup.server_mut(new).start_again().await.unwrap();
+    setup.server_mut(new).restart().await.unwrap();
     let role = setup.server(new).send_command_args(&["ROLE"]).await.unwrap();
     assert_eq!(role.items()[0].text().as_deref(), Some("master"));
 }
@@ -171,7 +171,7 @@ async fn replicas_of_a_cluster_are_promoted() {
     cluster.resume(first).unwrap();
     assert_eq!(cluster.wait_for_new_master_of(slot, second).await.unwrap(), first);
     assert_eq!(get(cluster.node(first), "k").await.as_deref(), Some("v"));
-    cluster.node_mut(second).start_again().await.unwrap();
+    cluster.node_mut(second).restart().await.unwrap();
     cluster.wait_until_consistent().await.unwrap();
     assert_eq!(cluster.replicas_of(slot).await.unwrap(), [second]);
 }

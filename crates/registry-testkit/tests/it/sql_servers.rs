@@ -38,15 +38,15 @@ async fn a_killed_postgres_restarts_with_its_data() {
         server.kill();
         assert!(!server.is_up());
         server.sql("select 1").await.unwrap_err();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         let rows = server.sql("select n from t order by n").await.unwrap();
         assert_eq!(rows.lines().count(), round);
     }
     server.pause().unwrap();
     server.kill();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     server.stop().await.unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     assert!(!server.output_text().contains("not properly shut down"), "{}", server.output_text());
     let refused = server.sql("select wrong").await.unwrap_err().to_string();
     assert!(refused.contains("\"wrong\" does not exist"), "{refused}");
@@ -114,7 +114,7 @@ async fn pgbouncer_reuses_connections_and_both_require_the_password() {
     assert!(is_unresponsive(bouncer.sql("postgres", "select 1")).await);
     bouncer.resume().unwrap();
     bouncer.kill();
-    bouncer.start_again().await.unwrap();
+    bouncer.restart().await.unwrap();
     assert_eq!(bouncer.sql("postgres", "select 1").await.unwrap(), "1");
 }
 
@@ -142,7 +142,7 @@ async fn a_killed_mariadb_restarts_with_its_data() {
         server.kill();
         assert!(!server.is_up());
         server.sql("SELECT 1").await.unwrap_err();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         assert_eq!(server.sql("SELECT n FROM t").await.unwrap().lines().count(), round);
     }
     server.pause().unwrap();
@@ -151,7 +151,7 @@ async fn a_killed_mariadb_restarts_with_its_data() {
     assert_eq!(server.sql("SELECT 1").await.unwrap(), "1");
     server.stop().await.unwrap();
     assert!(!server.is_up());
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let refused = server.sql("SELECT wrong").await.unwrap_err().to_string();
     assert!(refused.contains("Unknown column 'wrong'"), "{refused}");
 }

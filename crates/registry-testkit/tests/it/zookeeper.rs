@@ -41,7 +41,7 @@ async fn a_killed_zookeeper_restarts_with_its_data_and_its_sessions() {
         server.kill();
         assert!(!server.is_up());
         server.send_command("ruok").await.unwrap_err();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         let mine = within(LIMIT, client.check_stat("/mine")).await.unwrap().unwrap();
         assert_eq!(mine.ephemeral_owner, client.session_id().0);
     }
@@ -51,7 +51,7 @@ async fn a_killed_zookeeper_restarts_with_its_data_and_its_sessions() {
     assert!(within(LIMIT, client.check_stat("/kept")).await.unwrap().is_some());
     server.kill();
     server.delete_data().unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let other = self::client(&server.url(), LIMIT).await;
     assert!(other.check_stat("/kept").await.unwrap().is_none());
 }
@@ -100,7 +100,7 @@ async fn an_ensemble_elects_another_leader_and_needs_two() {
         ensemble.members()[alone].mode().await.is_ok_and(|mode| mode.is_none())
     })
     .await;
-    ensemble.members_mut()[second].start_again().await.unwrap();
+    ensemble.members_mut()[second].restart().await.unwrap();
     ensemble.wait_until_serving().await.unwrap();
     let other = self::client(&ensemble.url(), LIMIT).await;
     assert!(within(LIMIT, other.check_stat("/one")).await.unwrap().is_some());
@@ -142,7 +142,7 @@ async fn sequential_nodes_after_an_overflow_are_ordered_by_their_transactions_al
     server.kill();
     server.set_child_counter("/nothing", 7).await.unwrap_err();
     server.set_child_counter("/locks", i32::MAX - 1).await.unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
 
     // The session of the first client may have expired in the meantime.
     let client = self::client(&server.url(), LIMIT).await;

@@ -84,7 +84,7 @@ impl Servers for ZooKeeperServer {
 
     async fn restart(&mut self) {
         self.kill();
-        self.start_again().await.unwrap();
+        self.restart().await.unwrap();
     }
 }
 
@@ -113,7 +113,7 @@ impl Servers for ZooKeeperEnsemble {
             member.kill();
         }
         for member in self.members_mut() {
-            member.launch_again().await.unwrap();
+            member.restart_without_waiting().await.unwrap();
         }
         self.wait_until_serving().await.unwrap();
     }

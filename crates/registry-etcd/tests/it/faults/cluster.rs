@@ -27,7 +27,7 @@ async fn the_crash_of_any_member_ends_no_hold() {
             workload.wait_for_progress().await;
             cluster.member_mut(member).kill();
             workload.wait_for_progress().await;
-            cluster.member_mut(member).start_again().await.unwrap();
+            cluster.member_mut(member).restart().await.unwrap();
         }
     }
     workload.wait_for_progress().await;
@@ -86,7 +86,7 @@ async fn without_a_majority_no_lock_is_granted_until_it_returns() {
         workload.wait_for_steady_losses(3 * round).await;
         sleep(millis(500)).await;
         for other in others {
-            cluster.member_mut(other).launch_again().await.unwrap();
+            cluster.member_mut(other).restart_without_waiting().await.unwrap();
         }
         for other in others {
             cluster.member_mut(other).wait_until_serving().await.unwrap();

@@ -6,8 +6,8 @@ use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderRequest;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::{end_acquisition_without_reply, suspend_a_holder};
-use registry_testkit::{cause_of_failed_acquire, eventually, within};
+use registry_testkit::workload::{end_acquisition_without_reply, assert_a_suspended_holder_is_replaced};
+use registry_testkit::{assert_acquire_error, eventually, within};
 use tokio::time::{Instant, sleep};
 
 use super::child_process;
@@ -30,7 +30,7 @@ async fn an_error_names_operation_key_and_address() {
     server.kill();
     let error = within(LONG, registry.obtain("orders/42").lock()).await.unwrap_err();
     assert_eq!(
-        cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string()),
+        assert_acquire_error(&error, "orders/42", &server.addr().to_string()),
         "etcd: no connection; check that the member runs at this address"
     );
 }
@@ -59,7 +59,7 @@ async fn crashes_of_the_member_break_no_guarantee() {
         workload.wait_for_progress().await;
         server.kill();
         sleep(down).await;
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
     }
     workload.wait_for_progress().await;
     workload.end(&server).await.assert_guarantees();
@@ -266,7 +266,7 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
     let workload = Workload::start_with(&configs, &config, LONG_LEASE).await;
     let successor = registry(&config, LONG_LEASE).await;
     let child = child_process::spawn_client(&url).await;
-    let events = suspend_a_holder(&workload, child, successor).await.unwrap();
+    let events = assert_a_suspended_holder_is_replaced(&workload, child, successor).await.unwrap();
     let outcome = workload.end_with(&server, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other client was paused");
     outcome.assert_guarantees();

@@ -213,7 +213,7 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     for node in &nodes {
         match fault {
             ShardFault::Suspended => cluster.resume(*node).unwrap(),
-            ShardFault::Crashed => cluster.node_mut(*node).start_again().await.unwrap(),
+            ShardFault::Crashed => cluster.node_mut(*node).restart().await.unwrap(),
         }
     }
     workload.wait_for_progress().await;

@@ -4,7 +4,7 @@
 use registry_core::{LockError, Registry};
 use registry_redis::RedisConfig;
 use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
-use registry_testkit::{cause_of_failed_acquire, within};
+use registry_testkit::{assert_acquire_error, within};
 
 use super::workload::{LONG, registry, secs};
 
@@ -25,7 +25,7 @@ async fn an_error_names_operation_key_and_address() {
     server.kill();
     let error = failed_lock(&registry).await;
     assert_eq!(
-        cause_of_failed_acquire(&error, KEY, &server.addr().to_string()),
+        assert_acquire_error(&error, KEY, &server.addr().to_string()),
         "redis: the connection was refused; check that the server runs at this address"
     );
 }
@@ -40,7 +40,7 @@ async fn an_error_of_a_quorum_names_one_of_its_masters() {
     let address = source.address().unwrap();
     assert!(quorum.servers().iter().any(|master| master.addr().to_string() == address), "{error}");
     assert_eq!(
-        cause_of_failed_acquire(&error, KEY, address),
+        assert_acquire_error(&error, KEY, address),
         "redis: the connection was refused; check that the server runs at this address; 2 of 3 masters are required"
     );
 }
@@ -56,7 +56,7 @@ async fn an_error_of_a_cluster_names_the_server_of_the_key() {
     }
     let error = failed_lock(&registry).await;
     // This asserts the operation, the key and the address, but not the cause.
-    let _cause = cause_of_failed_acquire(&error, KEY, &master.to_string());
+    let _cause = assert_acquire_error(&error, KEY, &master.to_string());
 }
 
 #[tokio::test]
@@ -69,5 +69,5 @@ async fn an_error_of_a_failed_master_names_the_master_and_not_its_sentinels() {
     setup.server_mut(master).kill();
     let error = failed_lock(&registry).await;
     // This asserts the operation, the key and the address, but not the cause.
-    let _cause = cause_of_failed_acquire(&error, KEY, &master.to_string());
+    let _cause = assert_acquire_error(&error, KEY, &master.to_string());
 }

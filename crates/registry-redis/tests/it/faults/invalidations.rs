@@ -100,7 +100,7 @@ async fn a_holder_is_notified_of_a_restart_without_data_as_soon_as_the_server_is
         // Long enough for some verifications to fail.
         tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert!(guard.is_held());
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         let restarted_at = Instant::now();
         assert_eq!(within(NOTIFY_LIMIT, guard.lost()).await, LostReason::Gone);
         delays.push(restarted_at.elapsed());

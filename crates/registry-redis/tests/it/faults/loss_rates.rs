@@ -95,7 +95,7 @@ async fn loss_rate_of_crashes_in_a_cluster() {
                 cluster.wait_for_new_master_of(0, old).await.unwrap();
                 // Without the old master as a replica, the new master would refuse grants that need
                 // a replica.
-                cluster.node_mut(old).start_again().await.unwrap();
+                cluster.node_mut(old).restart().await.unwrap();
             };
             run_once(&mut tally, config, is_on_first_master, crash).await;
         }

@@ -41,7 +41,7 @@ async fn two_dead_masters_of_five_lose_no_lock_and_delay_no_client() {
         workload.wait_for_progress().await;
     }
     for dead in [1, 4] {
-        quorum.servers_mut()[dead].start_again().await.unwrap();
+        quorum.servers_mut()[dead].restart().await.unwrap();
         workload.wait_for_progress().await;
     }
     let outcome = workload.end(&all(&quorum)).await;
@@ -86,7 +86,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     let end = workload.now();
     assert!(workload.errors() > 0);
     for dead in 0..3 {
-        quorum.servers_mut()[dead].start_again().await.unwrap();
+        quorum.servers_mut()[dead].restart().await.unwrap();
     }
     workload.wait_for_progress().await;
     workload.wait_for_progress().await;
@@ -184,7 +184,7 @@ async fn restart_without_data(quorum: &mut RedisQuorum, master: usize) {
     let server = &mut quorum.servers_mut()[master];
     server.kill();
     server.delete_data().unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
 }
 
 /// A sequence that certainly loses a lock: the standard counterexample to Redlock.
@@ -198,7 +198,7 @@ async fn a_lock_on_three_of_five_masters_is_lost_with_the_data_of_one_and_the_ho
     }
     let guard = registry_a.obtain("k").lock().await.unwrap();
     for dead in [3, 4] {
-        quorum.servers_mut()[dead].start_again().await.unwrap();
+        quorum.servers_mut()[dead].restart().await.unwrap();
     }
     assert!(matches!(registry_b.obtain("k").try_lock().await, Ok(None)), "three have it");
     restart_without_data(&mut quorum, 0).await;
@@ -227,7 +227,7 @@ async fn a_restart_guard_excludes_masters_that_have_just_been_started() {
     let with_wait = || LockOptions::new().wait(LONG);
     let guard = registry_a.obtain("k").lock_with(with_wait()).await.unwrap();
     for dead in [3, 4] {
-        quorum.servers_mut()[dead].start_again().await.unwrap();
+        quorum.servers_mut()[dead].restart().await.unwrap();
     }
     let restarted_at = Instant::now();
     restart_without_data(&mut quorum, 0).await;
@@ -311,7 +311,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
     let with_wait = || LockOptions::new().wait(LONG);
     let weak = registry_a.obtain("weak").lock_with(with_wait()).await.unwrap();
     for back in [3, 4] {
-        quorum.servers_mut()[back].start_again().await.unwrap();
+        quorum.servers_mut()[back].restart().await.unwrap();
     }
     let holds = async |key: &str, server: &RedisServer| {
         server
@@ -559,7 +559,7 @@ async fn the_age_of_a_master_is_stored_for_later_clients() {
     assert!(attempt(&later).await, "the servers are known to run for long enough");
     // The servers restart with their data, which includes the stored ages of the old processes.
     for server in quorum.servers_mut() {
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
     }
     let newest = RedisBackend::open(config).await.unwrap();
     assert!(!attempt(&newest).await, "the servers have just been started");

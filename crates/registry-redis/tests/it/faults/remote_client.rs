@@ -5,7 +5,7 @@ use std::sync::Arc;
 use registry_redis::RedisConfig;
 use registry_testkit::holder::{LockHolder, run_child_process, serve};
 use registry_testkit::redis::RedisServer;
-use registry_testkit::workload::{WorkloadOutcome, suspend_a_holder};
+use registry_testkit::workload::{WorkloadOutcome, assert_a_suspended_holder_is_replaced};
 
 use super::workload::{LEASE, LONG_LEASE, Workload, registry};
 
@@ -35,7 +35,7 @@ pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
     let workload = Workload::start(&config, LONG_LEASE).await;
     let successor = registry(&config, LONG_LEASE).await;
     let suspended = start_client_process(url).await;
-    let events = suspend_a_holder(&workload, suspended, successor).await.unwrap();
+    let events = assert_a_suspended_holder_is_replaced(&workload, suspended, successor).await.unwrap();
     let outcome = workload.end_with(servers, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other client was suspended");
     outcome

@@ -46,7 +46,7 @@ async fn crashes_of_a_durable_server_violate_no_guarantee() {
         workload.wait_for_progress().await;
         server.kill();
         sleep(down).await;
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
     }
     workload.wait_for_progress().await;
     workload.end(&[&server]).await.assert_guarantees();
@@ -65,7 +65,7 @@ async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_token
         let begin = workload.now();
         server.kill();
         server.delete_data().unwrap();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
         windows.push(workload.window(begin, LEASE));
         workload.wait_for_progress().await;
         workload.wait_for_steady_losses(3 * round).await;

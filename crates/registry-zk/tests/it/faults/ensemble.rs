@@ -33,7 +33,7 @@ async fn members_that_crash_one_at_a_time_end_no_hold() {
             workload.wait_for_progress().await;
             ensemble.members_mut()[member].kill();
             workload.wait_for_progress().await;
-            ensemble.members_mut()[member].start_again().await.unwrap();
+            ensemble.members_mut()[member].restart().await.unwrap();
         }
     }
     workload.wait_for_progress().await;
@@ -84,7 +84,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
         sleep(down).await;
         for member in two {
             if is_killed {
-                ensemble.members_mut()[member].launch_again().await.unwrap();
+                ensemble.members_mut()[member].restart_without_waiting().await.unwrap();
             } else {
                 ensemble.members()[member].resume().unwrap();
             }
@@ -109,7 +109,7 @@ async fn a_crash_of_all_members_breaks_no_guarantee() {
             member.kill();
         }
         for member in ensemble.members_mut() {
-            member.launch_again().await.unwrap();
+            member.restart_without_waiting().await.unwrap();
         }
         ensemble.wait_until_serving().await.unwrap();
     }

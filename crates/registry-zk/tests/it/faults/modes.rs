@@ -487,7 +487,7 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     operator(&server).await.mkdir(LOCK, &persistent).await.unwrap();
     server.kill();
     server.set_child_counter(LOCK, i32::MAX).await.unwrap();
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let (first, second) =
         (backend(&server.url(), LONG_SESSION).await, backend(&server.url(), LONG_SESSION).await);
     let reader = claim(ClaimMode::Shared);

@@ -69,7 +69,7 @@ async fn an_exhausted_sequence_counter_breaks_no_guarantee_and_keeps_the_order()
     for path in &keys {
         server.set_child_counter(path, i32::MAX - 20).await.unwrap();
     }
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let workload = start_workload(&server.url(), LONG_SESSION).await;
     for _ in 0..20 {
         workload.wait_for_progress().await;
@@ -149,7 +149,7 @@ async fn a_waiter_ignores_a_holder_that_only_its_own_server_has() {
     drop(outdated_operator);
     member.kill();
     member.add_ephemeral_node(&format!("{lock_path}/{deleted_node}"), 4711).await.unwrap();
-    member.start_again().await.unwrap();
+    member.restart().await.unwrap();
 
     let other_client = registry(&ensemble.members()[other].url(), SESSION).await;
     let client = registry(&ensemble.members()[outdated].url(), SESSION).await;

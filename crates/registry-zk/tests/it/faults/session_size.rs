@@ -83,7 +83,7 @@ async fn assert_ensemble_survives_holder_of(keys: impl Iterator<Item = String> +
     // Each member must also be able to read its own log.
     for number in 0..3 {
         ensemble.members_mut()[number].kill();
-        ensemble.members_mut()[number].start_again().await.unwrap();
+        ensemble.members_mut()[number].restart().await.unwrap();
         let other_client = registry(&ensemble.members()[number].url(), secs(10)).await;
         for key in keys.clone().step_by(usize::try_from(count / 3).unwrap()) {
             let lock = other_client.obtain(&key);

@@ -7,9 +7,9 @@ use registry_core::election::{Election, Leadership, Term};
 use registry_core::{FencingToken, LockOptions, LockRegistryExt as _, LostReason};
 use registry_testkit::history::Window;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::{LONG, Workload, WorkloadOptions, suspend_a_holder};
+use registry_testkit::workload::{LONG, Workload, WorkloadOptions, assert_a_suspended_holder_is_replaced};
 use registry_testkit::zookeeper::ZooKeeperServer;
-use registry_testkit::{cause_of_failed_acquire, eventually, within};
+use registry_testkit::{assert_acquire_error, eventually, within};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -25,7 +25,7 @@ async fn an_error_names_operation_key_and_address() {
     server.kill();
     let error = within(LONG, registry.obtain("orders/42").lock()).await.unwrap_err();
     assert!(error.is_retryable(), "{error:?}");
-    let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
+    let cause = assert_acquire_error(&error, "orders/42", &server.addr().to_string());
     assert!(cause.starts_with("zookeeper: "), "{cause}");
 }
 
@@ -47,7 +47,7 @@ async fn a_server_crash_without_data_loss_ends_no_hold() {
     for _ in 0..3 {
         workload.wait_for_progress().await;
         server.kill();
-        server.start_again().await.unwrap();
+        server.restart().await.unwrap();
     }
     workload.wait_for_progress().await;
     finish(workload, &server.url()).await.assert_no_losses();
@@ -130,7 +130,7 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
     let workload = super::support::start_workload(&url, LONG_SESSION).await;
     let client = registry(&url, LONG_SESSION).await;
     let other_client = other_process::spawn_client(&url).await;
-    let events = suspend_a_holder(&workload, other_client, client).await.unwrap();
+    let events = assert_a_suspended_holder_is_replaced(&workload, other_client, client).await.unwrap();
     let new_client = registry(&url, SESSION).await;
     let outcome = workload.end(new_client, LONG, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other holder was suspended");
