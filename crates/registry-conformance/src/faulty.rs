@@ -40,7 +40,7 @@ pub use plan::{Fault, Faults, Operation};
 /// use registry_core::{Claim, Key, LockBackend, MemoryBackend};
 ///
 /// let store = MemoryBackend::new();
-/// let faults = Faults::seeded(7).at(Operation::Acquire, 1, Fault::LoseReply);
+/// let faults = Faults::seeded(7).at_call(Operation::Acquire, 1, Fault::LoseReply);
 /// let faulty = FaultyBackend::new(Arc::new(store.clone()), faults);
 ///
 /// let claim = Claim::new(Key::new("orders:42").unwrap(), Duration::from_secs(30));
@@ -104,7 +104,7 @@ impl FaultyBackend {
 
     /// Returns the number of faults injected since the start.
     #[must_use]
-    pub fn faults(&self) -> u64 {
+    pub fn injected_faults(&self) -> u64 {
         self.plan().injected()
     }
 

@@ -127,7 +127,7 @@ impl RemoteBackend {
     fn send(&self, message: &Message<BackendRequest>) -> Result<(), BackendError> {
         let mut stdin = locked(&self.stdin);
         let stdin = stdin.as_mut().ok_or_else(process_ended)?;
-        let line = protocol::line(message);
+        let line = protocol::to_line(message);
         stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush()).map_err(|_| process_ended())
     }
 }

@@ -651,7 +651,7 @@ impl Acquisition<'_> {
         });
         self.local_lock.record_store_error(&error);
         let error = store_error("acquire", key.as_str(), error);
-        failures.pause(engine, error, self.deadline, self.claim_options.lease.length).await
+        failures.pause_or_fail(engine, error, self.deadline, self.claim_options.lease.length).await
     }
 
     fn deadline_passed(&self, now: Moment) -> bool {
@@ -730,7 +730,7 @@ pub(crate) struct Failures {
 
 impl Failures {
     /// Waits before the next attempt after `error`, or returns the error.
-    pub(crate) async fn pause(
+    pub(crate) async fn pause_or_fail(
         &mut self,
         engine: &Engine,
         error: LockError,

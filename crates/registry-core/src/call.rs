@@ -30,7 +30,7 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 /// drives the whole call, so one part completes even if the others are dropped.
 ///
 /// `missing` returns the response for a claim that has none in the backend's result.
-pub(crate) fn split<T>(
+pub(crate) fn split_by_claim<T>(
     call: impl Future<Output = Vec<T>> + Send + 'static,
     parts: usize,
     missing: fn() -> T,

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
-use crate::call::{Call, first_poll, split};
+use crate::call::{Call, first_poll, split_by_claim};
 use crate::clock::Moment;
 use crate::engine::{Engine, FirstPoll, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
@@ -352,7 +352,7 @@ async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockE
             None => join_all(claims.iter().map(|claim| backend.release(claim))).await,
         }
     };
-    let parts = split(call, batch.len(), || Err(BackendError::missing_in_batch()));
+    let parts = split_by_claim(call, batch.len(), || Err(BackendError::missing_in_batch()));
     let releases = batch.into_iter().zip(parts).map(|((ending, claim), part)| {
         let background = background.clone();
         async move {

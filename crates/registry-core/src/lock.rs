@@ -436,7 +436,7 @@ impl DistributedLock {
         let local_lock = self.local_lock()?;
         let engine = local_lock.engine();
         engine.backend.check_key(local_lock.key())?;
-        engine.waiting(Some(local_lock.key())).await
+        engine.list_waiters(Some(local_lock.key())).await
     }
 
     pub(crate) fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {

@@ -166,7 +166,7 @@ impl MultiLock {
                 Ok(busy) => busy,
                 Err(error) => {
                     drop(guards);
-                    failures.pause(engine, error, deadline, lease).await?;
+                    failures.pause_or_fail(engine, error, deadline, lease).await?;
                     continue;
                 }
             };

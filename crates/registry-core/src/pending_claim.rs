@@ -14,7 +14,7 @@ use std::task::Poll;
 use futures_util::future::{FutureExt as _, join_all};
 
 use crate::backend::{Attempt, BatchAttempt, Claim, Grant, LockBackend};
-use crate::call::{Call, CallFuture, first_poll, split};
+use crate::call::{Call, CallFuture, first_poll, split_by_claim};
 use crate::clock::{Moment, sleep};
 use crate::engine::{Engine, FirstPoll};
 use crate::error::{BackendError, BackendErrorKind};
@@ -130,7 +130,7 @@ impl PendingClaim {
         let claims: Vec<Claim> = pending.iter().map(|it| it.claim().clone()).collect();
         let backend = Arc::clone(&engine.backend);
         let call = async move { attempt_all(&*backend, &claims).await };
-        let mut parts = split(call, pending.len(), || Err(BackendError::missing_in_batch()));
+        let mut parts = split_by_claim(call, pending.len(), || Err(BackendError::missing_in_batch()));
         let sent_at = Moment::now();
         for it in &mut *pending {
             it.sent_at = sent_at;

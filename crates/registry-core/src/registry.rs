@@ -241,7 +241,7 @@ impl Registry {
     /// # Cancel safety
     /// Dropping the future has no effect.
     pub async fn list_waiters(&self) -> Result<Vec<WaitingClaim>, LockError> {
-        self.engine.waiting(None).await
+        self.engine.list_waiters(None).await
     }
 
     /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's

@@ -59,7 +59,7 @@ pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
 
 /// Makes [`LockHolder::spawn_command`] return this error. Call this function instead of [`serve`].
 pub fn report_failure(doing: &str, error: &(dyn Error + 'static)) {
-    protocol::print(&Reply { reply_to: READY, result: Err(failure(doing, error)) });
+    protocol::print_line(&Reply { reply_to: READY, result: Err(failure(doing, error)) });
 }
 
 /// Returns the text of an error and all its causes.
@@ -196,7 +196,7 @@ pub struct BusyPrinter;
 impl Observer for BusyPrinter {
     fn on(&self, event: &LockEvent<'_>) {
         if let LockEvent::Busy { key, .. } = event {
-            protocol::print(&BusyNotice { busy_key: (*key).to_owned() });
+            protocol::print_line(&BusyNotice { busy_key: (*key).to_owned() });
         }
     }
 }
@@ -266,7 +266,7 @@ impl LockHolder {
     ) -> io::Result<PendingReply> {
         let pending = PendingReply { number: self.next, lines_before: self.process.line_count() };
         self.next += 1;
-        self.process.write_line(protocol::line(&message(pending.number)).trim_end())?;
+        self.process.write_line(protocol::to_line(&message(pending.number)).trim_end())?;
         Ok(pending)
     }
 

@@ -286,7 +286,7 @@ impl Trial {
             faults: {
                 let processes = self.processes();
                 let all = processes.iter().chain(&self.crashed);
-                all.map(|process| process.network.faults()).sum()
+                all.map(|process| process.network.injected_faults()).sum()
             },
             crashes: self.crashed.len() as u64,
             trace: trace.clone(),

@@ -173,7 +173,7 @@ async fn a_claim_is_abandoned_once_however_often_its_release_was_sent() {
 /// by no more than its limit.
 #[tokio::test(start_paused = true)]
 async fn the_search_for_a_late_grant_does_not_delay_close() {
-    let lossy = Faults::none().at(Operation::Acquire, 1, Fault::LoseRequest);
+    let lossy = Faults::none().at_call(Operation::Acquire, 1, Fault::LoseRequest);
     let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), lossy);
     let local = Registry::builder(Arc::new(faulty)).build().unwrap();
     local.obtain("k").lock().await.unwrap().unlock().await.unwrap();

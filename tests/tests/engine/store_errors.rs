@@ -83,7 +83,7 @@ async fn a_past_store_error_is_not_returned() {
     let store = MemoryBackend::new();
     let remote = Registry::builder(Arc::new(store.clone())).build().unwrap();
     let held = remote.obtain("k").lock().await.unwrap();
-    let local = faulty(&store, Faults::none().at(Operation::Acquire, 1, Fault::Refuse));
+    let local = faulty(&store, Faults::none().at_call(Operation::Acquire, 1, Fault::Refuse));
     let first_caller = spawn_first_caller(&local).await;
     // The second attempt receives a reply: the other process holds the lock.
     assert!(local.obtain("k").try_lock_for(5 * SECOND).await.unwrap().is_none());

@@ -117,7 +117,7 @@ pub async fn an_unpolled_lock_leaves_the_queue_of_the_store(context: &TestContex
 /// binds grants to a session.
 pub async fn a_grant_for_an_unpolled_lock_ends_with_its_lease(context: &TestContext) {
     let late = Fault::DelayReply(Duration::from_millis(50));
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.short_lease()), context.registry().await);
     let lock = local.obtain("orders:42");
@@ -179,7 +179,7 @@ pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &Tes
 /// An `unlock` that was polled once and is then left unpolled still releases the lock.
 pub async fn an_unpolled_unlock_frees_the_lock(context: &TestContext) {
     let late = Fault::DelayReply(Duration::from_millis(50));
-    let faulty = context.faulty(Faults::none().at(Operation::Release, 1, late)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Release, 1, late)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.short_lease()), context.registry().await);
     let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
@@ -244,7 +244,7 @@ pub async fn a_dropped_waiter_does_not_block_the_next_one(context: &TestContext)
 pub async fn an_acquisition_dropped_in_flight_is_released(context: &TestContext) {
     for delay in [Fault::DelayRequest, Fault::DelayReply] {
         let late = delay(Duration::from_millis(200));
-        let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+        let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
         let registry = context.registry_over(&faulty, context.long_lease());
         let lock = registry.obtain("orders:42");
         let dropped_wait = timeout(Duration::from_millis(50), lock.lock()).await;
@@ -257,7 +257,7 @@ pub async fn an_acquisition_dropped_in_flight_is_released(context: &TestContext)
 
 /// A grant whose reply was lost is released long before its lease ends.
 pub async fn a_grant_with_a_lost_reply_is_released(context: &TestContext) {
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply)).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let other = context.registry().await;
     match registry.obtain("orders:42").try_lock().await {
@@ -272,7 +272,7 @@ pub async fn a_grant_with_a_lost_reply_is_released(context: &TestContext) {
 /// lease.
 pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(context: &TestContext) {
     let late = Fault::RepeatLate(Duration::from_millis(100));
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
     let registry = context.registry_over(&faulty, context.renewed_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     guard.unlock().await.expect("a held lock is unlocked");

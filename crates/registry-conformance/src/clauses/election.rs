@@ -198,9 +198,9 @@ pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
 /// A store error during the campaign does not end it, and leaves no record that blocks the role.
 pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestContext) {
     let faults = Faults::none()
-        .at(Operation::Value, 1, Fault::LoseRequest)
-        .at(Operation::Acquire, 1, Fault::LoseReply)
-        .at(Operation::SetValue, 1, Fault::LoseReply);
+        .at_call(Operation::Value, 1, Fault::LoseRequest)
+        .at_call(Operation::Acquire, 1, Fault::LoseReply)
+        .at_call(Operation::SetValue, 1, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
@@ -217,8 +217,7 @@ pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestCon
 /// If the release of a step-down has no reply, the candidate still reports `Leadership::Follower`,
 /// and the role becomes free.
 pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
-    let faults = Faults::none().at(Operation::SetValue, 2, Fault::LoseReply).at(
-        Operation::Release,
+    let faults = Faults::none().at_call(Operation::SetValue, 2, Fault::LoseReply).at_call(Operation::Release,
         1,
         Fault::LoseRequest,
     );

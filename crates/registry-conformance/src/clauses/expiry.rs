@@ -110,7 +110,7 @@ pub async fn a_slow_reply_shortens_the_validity_of_the_guard(context: &TestConte
     // deduction.
     let (lease, slow) = (context.renewed_lease() * 10, context.renewed_lease() / 3);
     let late = Fault::DelayReply(slow);
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
     let registry = context.registry_over(&faulty, lease);
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     assert!(guard.valid_for() <= lease - slow, "{:?} is left of {lease:?}", guard.valid_for());

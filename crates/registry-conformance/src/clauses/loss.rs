@@ -285,7 +285,7 @@ pub async fn unlock_detects_the_loss(context: &TestContext) {
 /// If the store no longer has the claim and refuses the first release, `unlock` returns an error.
 /// The refused release freed nothing, so a repeated release that finds nothing is not a success.
 pub async fn a_refused_release_does_not_hide_the_loss(context: &TestContext) {
-    let faulty = context.faulty(Faults::none().at(Operation::Release, 1, Fault::Refuse)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Release, 1, Fault::Refuse)).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;

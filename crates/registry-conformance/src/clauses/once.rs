@@ -167,7 +167,7 @@ pub async fn a_run_that_lost_its_lock_does_not_record_the_tick(context: &TestCon
 /// If the reply to the write of a record is lost, the write is repeated. The tick does not run
 /// again, and the same call runs the later ticks.
 pub async fn a_record_with_a_lost_reply_is_repeated(context: &TestContext) {
-    let faults = Faults::none().at(Operation::SetValue, 1, Fault::LoseReply);
+    let faults = Faults::none().at_call(Operation::SetValue, 1, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);

@@ -725,7 +725,7 @@ pub async fn acquire_many_may_be_dropped_at_every_poll(context: &TestContext) {
 /// A lost reply to an attempt is retried, and takes no further units.
 pub async fn a_permit_with_a_lost_reply_takes_its_units_once(context: &TestContext) {
     let lost = crate::faulty::Fault::LoseReply;
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, lost)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, lost)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let guard = semaphore(&local, 3).acquire_many(2).await.expect("the lost reply is retried");

@@ -168,7 +168,7 @@ pub async fn a_lock_of_several_keys_waits_for_the_busy_one(context: &TestContext
 
 async fn assert_failed_attempts_are_repeated(context: &TestContext) {
     for fault in [Fault::LoseReply, Fault::Refuse] {
-        let fails_once = || Faults::none().at(Operation::Acquire, 1, fault);
+        let fails_once = || Faults::none().at_call(Operation::Acquire, 1, fault);
         let faulty = context.faulty(fails_once()).await;
         let (local, remote) =
             (context.registry_over(&faulty, context.long_lease()), context.registry().await);

@@ -939,7 +939,7 @@ pub async fn a_lock_call_behind_a_reader_may_be_dropped_at_every_poll(context: &
 /// A lost reply to a reader's attempt is retried, and leaves no second grant.
 pub async fn a_read_with_a_lost_reply_leaves_no_grant(context: &TestContext) {
     let lost = crate::faulty::Fault::LoseReply;
-    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, lost)).await;
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, lost)).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let reader = local.obtain("orders:42").try_read_for(context.max_wait()).await;

@@ -808,10 +808,10 @@ pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &
     let guard = acquire_upgradable(&local).await;
     let faults_with = |fault| {
         Faults::none()
-            .at(Operation::Acquire, 1, Fault::Refuse)
-            .at(Operation::Acquire, 2, Fault::LoseRequest)
-            .at(Operation::Acquire, 3, fault)
-            .at(Operation::Acquire, 4, Fault::LoseReply)
+            .at_call(Operation::Acquire, 1, Fault::Refuse)
+            .at_call(Operation::Acquire, 2, Fault::LoseRequest)
+            .at_call(Operation::Acquire, 3, fault)
+            .at_call(Operation::Acquire, 4, Fault::LoseReply)
     };
     faulty.apply(faults_with(Fault::LoseReply));
     let guard = guard.upgrade().await.expect("the conversion is repeated");

@@ -275,9 +275,9 @@ pub async fn a_premature_wake_up_neither_ends_the_wait_nor_grants(context: &Test
 /// lock.
 pub async fn a_waiter_retries_after_transient_store_errors(context: &TestContext) {
     let faults = Faults::none()
-        .at(Operation::Acquire, 1, Fault::Refuse)
-        .at(Operation::Acquire, 2, Fault::LoseRequest)
-        .at(Operation::Acquire, 3, Fault::LoseReply);
+        .at_call(Operation::Acquire, 1, Fault::Refuse)
+        .at_call(Operation::Acquire, 2, Fault::LoseRequest)
+        .at_call(Operation::Acquire, 3, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let guard = registry.obtain("orders:42").try_lock_for(context.max_wait()).await;

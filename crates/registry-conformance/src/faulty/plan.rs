@@ -91,8 +91,8 @@ pub enum Fault {
 /// let faults = Faults::seeded(42)
 ///     .sometimes(Operation::Release, 0.1, Fault::LoseReply)
 ///     .sometimes(Operation::Acquire, 0.5, Fault::DelayReply(Duration::from_millis(20)))
-///     .at(Operation::Renew, 3, Fault::Refuse)
-///     .from(Operation::Renew, 5, Fault::LoseRequest);
+///     .at_call(Operation::Renew, 3, Fault::Refuse)
+///     .from_call(Operation::Renew, 5, Fault::LoseRequest);
 /// # drop(faults);
 /// ```
 #[derive(Debug, Clone)]
@@ -142,14 +142,14 @@ impl Faults {
 
     /// Applies `fault` to call number `call` of `operation`. The first call has number 1.
     #[must_use]
-    pub fn at(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
+    pub fn at_call(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
         self.rules.push((operation, Trigger::At(call), fault));
         self
     }
 
     /// Applies `fault` to call number `call` of `operation` and to all later ones.
     #[must_use]
-    pub fn from(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
+    pub fn from_call(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
         self.rules.push((operation, Trigger::From(call), fault));
         self
     }
@@ -267,8 +267,7 @@ mod tests {
 
     #[test]
     fn scripted_faults_hit_the_calls_they_name() {
-        let faults = Faults::none().at(Operation::Renew, 2, Fault::LoseReply).from(
-            Operation::Renew,
+        let faults = Faults::none().at_call(Operation::Renew, 2, Fault::LoseReply).from_call(Operation::Renew,
             4,
             Fault::Refuse,
         );
@@ -289,9 +288,9 @@ mod tests {
 
     #[test]
     fn a_new_plan_restarts_its_script_and_keeps_the_totals() {
-        let mut plan = Plan::new(Faults::none().at(Operation::Acquire, 1, Fault::Refuse));
+        let mut plan = Plan::new(Faults::none().at_call(Operation::Acquire, 1, Fault::Refuse));
         assert!(plan.faults_of_call(Operation::Acquire).refuse);
-        plan.replace(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply));
+        plan.replace(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply));
         assert!(plan.faults_of_call(Operation::Acquire).lose_reply);
         assert_eq!((plan.calls(Operation::Acquire), plan.injected()), (2, 2));
     }

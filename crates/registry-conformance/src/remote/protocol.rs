@@ -43,7 +43,7 @@ pub struct Reply<E> {
 ///
 /// # Panics
 /// If the result cannot be represented in JSON.
-pub fn value<T: Serialize, E>(result: Result<T, E>) -> Result<Value, E> {
+pub fn json_result<T: Serialize, E>(result: Result<T, E>) -> Result<Value, E> {
     result.map(|value| serde_json::to_value(value).expect("a result can be represented in JSON"))
 }
 
@@ -51,16 +51,16 @@ pub fn value<T: Serialize, E>(result: Result<T, E>) -> Result<Value, E> {
 ///
 /// # Panics
 /// If `content` cannot be represented in JSON.
-pub fn line(content: &impl Serialize) -> String {
+pub fn to_line(content: &impl Serialize) -> String {
     serde_json::to_string(content).expect("a message can be represented in JSON") + "\n"
 }
 
 /// Writes a line of the helper process. Ignores errors, because the reader may have ended.
 ///
 /// # Panics
-/// As [`line()`].
-pub fn print(content: &impl Serialize) {
-    print_text(&line(content));
+/// As [`to_line()`].
+pub fn print_line(content: &impl Serialize) {
+    print_text(&to_line(content));
 }
 
 fn print_text(text: &str) {
@@ -159,7 +159,7 @@ mod tests {
             for message in
                 [Message::Request(7, request), Message::Cancel(u64::MAX), Message::Close(8)]
             {
-                let line = line(&message);
+                let line = to_line(&message);
                 assert_eq!(line.find('\n'), Some(line.len() - 1), "{line}");
                 assert_eq!(serde_json::from_str::<Message<_>>(&line).unwrap(), message, "{line}");
             }
@@ -192,14 +192,14 @@ mod tests {
         assert_arrives(&vec![holder]);
         assert_arrives(&None::<Holder>);
         assert_arrives(&vec![Finding::note("all is well"), Finding::warning("")]);
-        let line = line(&Reply { reply_to: 7, result: Err(error.clone()) });
+        let line = to_line(&Reply { reply_to: 7, result: Err(error.clone()) });
         let read = serde_json::from_str::<Reply<BackendError>>(&line).unwrap();
         assert_eq!(read.reply_to, 7);
         assert_eq!(format!("{:?}", read.result), format!("{:?}", Err::<Value, _>(error)));
     }
 
     fn assert_arrives<T: Serialize + DeserializeOwned + Debug>(result: &T) {
-        let line = line(&Reply { reply_to: 7, result: value(Ok::<_, BackendError>(result)) });
+        let line = to_line(&Reply { reply_to: 7, result: json_result(Ok::<_, BackendError>(result)) });
         let read = serde_json::from_str::<Reply<BackendError>>(&line).unwrap();
         let read: T = serde_json::from_value(read.result.unwrap()).unwrap();
         assert_eq!(format!("{read:?}"), format!("{result:?}"), "{line}");

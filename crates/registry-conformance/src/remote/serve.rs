@@ -6,7 +6,7 @@ use registry_core::{BackendError, Busy, Claim, FencingToken, Key, LockBackend};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::protocol::{Reply, execute_messages, print, value};
+use super::protocol::{Reply, execute_messages, json_result, print_line};
 use crate::context::{admin, values};
 
 /// A call of a backend. Only a [`Wait`](Self::Wait) is ever cancelled.
@@ -40,7 +40,7 @@ pub async fn serve(backend: Arc<dyn LockBackend>) {
     if let Some(number) = close {
         tasks.join_all().await;
         backend.close().await;
-        print(&Reply::<BackendError> { reply_to: number, result: Ok(Value::Null) });
+        print_line(&Reply::<BackendError> { reply_to: number, result: Ok(Value::Null) });
     }
 }
 
@@ -49,20 +49,20 @@ async fn execute(
     request: BackendRequest,
 ) -> Result<Value, BackendError> {
     match request {
-        BackendRequest::Acquire(claim) => value(backend.try_acquire(&claim).await),
-        BackendRequest::Renew(claims) => value(Ok(backend.renew(&claims).await)),
-        BackendRequest::Release(claim) => value(backend.release(&claim).await),
+        BackendRequest::Acquire(claim) => json_result(backend.try_acquire(&claim).await),
+        BackendRequest::Renew(claims) => json_result(Ok(backend.renew(&claims).await)),
+        BackendRequest::Release(claim) => json_result(backend.release(&claim).await),
         BackendRequest::Wait(claim, busy) => {
             backend.wait(&claim, &busy).await;
             Ok(Value::Null)
         }
-        BackendRequest::Inspect(key) => value(admin(backend).inspect(&key).await),
-        BackendRequest::List => value(admin(backend).list().await),
-        BackendRequest::ForceRelease(key) => value(admin(backend).force_release(&key).await),
-        BackendRequest::Diagnose => value(admin(backend).diagnose().await),
-        BackendRequest::Value(key) => value(values(backend).value(&key).await),
+        BackendRequest::Inspect(key) => json_result(admin(backend).inspect(&key).await),
+        BackendRequest::List => json_result(admin(backend).list().await),
+        BackendRequest::ForceRelease(key) => json_result(admin(backend).force_release(&key).await),
+        BackendRequest::Diagnose => json_result(admin(backend).diagnose().await),
+        BackendRequest::Value(key) => json_result(values(backend).value(&key).await),
         BackendRequest::SetValue(claim, token, bytes) => {
-            value(values(backend).set_value(&claim, token, &bytes).await)
+            json_result(values(backend).set_value(&claim, token, &bytes).await)
         }
     }
 }

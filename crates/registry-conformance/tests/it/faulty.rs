@@ -30,10 +30,10 @@ async fn is_held(store: &MemoryBackend, key: &str) -> bool {
 async fn a_request_with_a_lost_reply_is_executed_and_a_lost_request_is_not() {
     let store = MemoryBackend::new();
     let faults = Faults::none()
-        .at(Operation::Acquire, 1, Fault::LoseReply)
-        .at(Operation::Acquire, 2, Fault::LoseRequest)
-        .at(Operation::Acquire, 3, Fault::Refuse)
-        .at(Operation::Acquire, 4, Fault::Deny);
+        .at_call(Operation::Acquire, 1, Fault::LoseReply)
+        .at_call(Operation::Acquire, 2, Fault::LoseRequest)
+        .at_call(Operation::Acquire, 3, Fault::Refuse)
+        .at_call(Operation::Acquire, 4, Fault::Deny);
     let faulty = faulty_backend(&store, faults);
     let mut outcomes = Vec::new();
     for key in ["a", "b", "c", "d", "e"] {
@@ -51,7 +51,7 @@ async fn a_request_with_a_lost_reply_is_executed_and_a_lost_request_is_not() {
             (None, true),
         ]
     );
-    assert_eq!((faulty.calls(Operation::Acquire), faulty.faults()), (5, 4));
+    assert_eq!((faulty.calls(Operation::Acquire), faulty.injected_faults()), (5, 4));
 }
 
 #[tokio::test(start_paused = true)]
@@ -68,7 +68,7 @@ async fn a_repetition_is_executed_twice_and_answered_once() {
 async fn a_late_repetition_takes_effect_after_everything_else() {
     let store = MemoryBackend::new();
     let late = Fault::RepeatLate(Duration::from_secs(5));
-    let faulty = faulty_backend(&store, Faults::none().at(Operation::Acquire, 1, late));
+    let faulty = faulty_backend(&store, Faults::none().at_call(Operation::Acquire, 1, late));
     let held = claim("a");
     faulty.try_acquire(&held).await.unwrap();
     assert_eq!(faulty.release(&held).await.unwrap(), Release::Freed);
@@ -81,9 +81,9 @@ async fn a_late_repetition_takes_effect_after_everything_else() {
 async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
     let store = MemoryBackend::new();
     let faults = Faults::none()
-        .at(Operation::Acquire, 1, Fault::DelayRequest(Duration::from_secs(2)))
-        .at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(3)))
-        .at(Operation::Acquire, 2, Fault::DelayRequest(Duration::from_secs(86_400)));
+        .at_call(Operation::Acquire, 1, Fault::DelayRequest(Duration::from_secs(2)))
+        .at_call(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(3)))
+        .at_call(Operation::Acquire, 2, Fault::DelayRequest(Duration::from_secs(86_400)));
     let faulty = faulty_backend(&store, faults);
     let started = Instant::now();
     let (first, other) = (claim("a"), claim("b"));
@@ -106,7 +106,7 @@ async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
 #[tokio::test(start_paused = true)]
 async fn a_batch_that_fails_has_an_answer_for_each_claim() {
     let store = MemoryBackend::new();
-    let faulty = faulty_backend(&store, Faults::none().at(Operation::Renew, 1, Fault::LoseReply));
+    let faulty = faulty_backend(&store, Faults::none().at_call(Operation::Renew, 1, Fault::LoseReply));
     let claims = [claim("a"), claim("b"), claim("c")];
     for claim in &claims {
         faulty.try_acquire(claim).await.unwrap();

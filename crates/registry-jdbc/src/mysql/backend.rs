@@ -74,11 +74,11 @@ impl Dialect for MySql {
         statement::send(connection, statement, mode)
     }
 
-    fn fetch(
+    fn send_plain(
         connection: &mut MySqlConnection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<MySqlRow>, sqlx::Error>> {
-        statement::fetch(connection, text)
+        statement::send_plain(connection, text)
     }
 
     fn number(row: &MySqlRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
@@ -142,7 +142,7 @@ impl Dialect for MySql {
         let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has the same effect as a single renewal, so it may be sent again.
         let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
-        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
+        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [ids]);
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
@@ -169,7 +169,7 @@ impl Dialect for MySql {
             if !is_locked(rows, key, ConnectionUse::Acquire).await?
                 || rows
                     .store
-                    .query(&rows.store.statements.lease_left, [rows.id(key)])
+                    .query(&rows.store.statements.lease_left, [rows.id_value(key)])
                     .await?
                     .is_empty()
             {
@@ -209,7 +209,7 @@ impl Dialect for MySql {
         };
         change(Statement::new(&texts.raise_floor, [token.clone()])).await?;
         let values = [Value::ManyBytes(ids), min_age, token];
-        Ok(change(Statement::new(&texts.purge, values)).await?.changed)
+        Ok(change(Statement::new(&texts.purge, values)).await?.changed_rows)
     }
 
     async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
@@ -339,7 +339,7 @@ pub(super) async fn is_locked(
     key: &Key,
     connection_use: ConnectionUse,
 ) -> Result<bool, BackendError> {
-    let statement = Statement::new(&rows.store.statements.lock_row, [rows.id(key)]);
+    let statement = Statement::new(&rows.store.statements.lock_row, [rows.id_value(key)]);
     Ok(rows.store.client.query(connection_use, &statement).await?.is_empty())
 }
 
@@ -352,7 +352,7 @@ async fn end_lease(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, Backend
         }
         return Ok(Release::NotHeld);
     }
-    let statement = Statement::new(&rows.store.statements.force_release, [rows.id(key)]);
+    let statement = Statement::new(&rows.store.statements.force_release, [rows.id_value(key)]);
     Ok(rows.store.release(&statement).await?.release_outcome())
 }
 
@@ -385,7 +385,7 @@ async fn holder_connection(
     rows: &MySqlLeaseTable,
     key: &Key,
 ) -> Result<Option<HolderConnection>, BackendError> {
-    let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id(key)]);
+    let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id_value(key)]);
     let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
         Err(error) if MySql::is_missing_holder_locks(&error) => return Ok(None),
         found => found?,

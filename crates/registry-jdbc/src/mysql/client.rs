@@ -26,22 +26,6 @@ pub(super) fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
     )
 }
 
-impl SqlClient<MySql> {
-    /// Sends a query.
-    pub(super) async fn rows<'a>(
-        &self,
-        connection_use: ConnectionUse,
-        make_statement: impl Fn() -> Statement<'a>,
-    ) -> Result<Vec<MySqlRow>, BackendError> {
-        let statement = make_statement();
-        self.query(connection_use, &statement).await
-    }
-
-    pub(super) fn explain(&self, error: sqlx::Error) -> BackendError {
-        MySql::explain(error)
-    }
-}
-
 /// Sends a statement of a session, outside of a transaction. Does not retry.
 pub(super) async fn send_once(
     connection: &mut MySqlConnection,

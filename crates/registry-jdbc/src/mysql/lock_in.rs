@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use super::backend::{MySqlLeaseTable, is_locked};
 use super::release_poller;
-use super::statement::fetch;
+use super::statement::send_plain;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
@@ -75,7 +75,7 @@ async fn try_lock(
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let (texts, id) = (&rows.store.statements, || rows.id(key));
+    let (texts, id) = (&rows.store.statements, || rows.id_value(key));
     let classify = |error| classify(key, error);
     let Some(row) = send(connection, key, &texts.lock_row, [id()]).await? else { return Ok(None) };
     // Another client was granted a lease since the check. The row lock of this transaction blocks
@@ -113,7 +113,7 @@ async fn send(
     values: impl Into<Vec<Value>>,
 ) -> Result<Option<MySqlRow>, LockInError> {
     let text = Statement::new(text, values).inlined::<MySql>();
-    let rows = fetch(connection, text).await.map_err(|error| classify(key, error))?;
+    let rows = send_plain(connection, text).await.map_err(|error| classify(key, error))?;
     Ok(rows.into_iter().next())
 }
 
@@ -151,14 +151,14 @@ async fn prepare_row(rows: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendE
         let statement = Statement::new(text, values);
         store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
     };
-    if let Some(row) = store.query(&texts.is_free, [rows.id(key)]).await?.first() {
+    if let Some(row) = store.query(&texts.is_free, [rows.id_value(key)]).await?.first() {
         let (is_free, has_claim) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
         if !is_free || !has_claim {
             return Ok(is_free);
         }
-        return Ok(change(&texts.clear_ended, vec![rows.id(key)]).await?.changed > 0);
+        return Ok(change(&texts.clear_ended, vec![rows.id_value(key)]).await?.changed_rows > 0);
     }
-    let values = vec![rows.id(key), rows.namespace_value(), Value::key(key)];
+    let values = vec![rows.id_value(key), rows.namespace_value(), Value::key(key)];
     change(&texts.insert_row, values).await?;
     Ok(true)
 }

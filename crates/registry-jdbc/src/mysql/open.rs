@@ -11,7 +11,7 @@ use super::client::MySqlClient;
 use super::config::MySqlConfig;
 use super::error::{self, is_table_denied};
 use super::sql::{self, MySqlStatements};
-use super::statement::fetch;
+use super::statement::send_plain;
 use crate::server::statement::number;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, Statement, Value, read_meta};
 
@@ -93,7 +93,7 @@ async fn check_label_column(
     let table = format!("{prefix}_locks");
     let values = [Value::bytes(database.as_bytes()), Value::bytes(table.as_bytes())];
     let text = Statement::new(&texts.label_size, values).inlined::<MySql>();
-    let rows = fetch(connection, text).await.map_err(MySql::explain)?;
+    let rows = send_plain(connection, text).await.map_err(MySql::explain)?;
     let Some(row) = rows.first() else { return Ok(()) };
     if number::<MySql>(row, 0)? >= LABEL_SIZE {
         return Ok(());
@@ -109,13 +109,13 @@ async fn fetch_meta(
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
     // If only some of the tables exist, the newest one is missing. The caller then creates
     // the missing tables.
-    match fetch(connection, texts.has_newest_table.as_str().to_owned()).await {
+    match send_plain(connection, texts.has_newest_table.as_str().to_owned()).await {
         // A user without rights on the newest table, that of waiters, can lock.
         Err(error) if is_table_denied(&error) => {}
         found => _ = found?,
     }
     let statements: &RowStatements = texts.as_ref();
-    fetch(connection, statements.meta.as_str().to_owned()).await
+    send_plain(connection, statements.meta.as_str().to_owned()).await
 }
 
 /// The minimum size of the column `label`, in bytes.

@@ -188,12 +188,12 @@ impl PollerShared {
 
     /// Returns the ids and versions of those rows that are held.
     async fn query_held(&self, rows: &[RowId]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let found =
-            self.client.rows(ConnectionUse::Acquire, || self.statements.held_rows(rows)).await?;
+        let statement = self.statements.held_rows(rows);
+        let found = self.client.query(ConnectionUse::Acquire, &statement).await?;
         let mut held = HashMap::with_capacity(found.len());
         for row in &found {
             let decode = || Ok((row.try_get(0)?, row.try_get::<i64, _>(1)?));
-            let (id, version) = decode().map_err(|error| self.client.explain(error))?;
+            let (id, version) = decode().map_err(MySql::explain)?;
             held.insert(id, u64::try_from(version).unwrap_or_default());
         }
         Ok(held)

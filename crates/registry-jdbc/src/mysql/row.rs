@@ -13,7 +13,7 @@ use super::client::{read, send_once};
 use super::error;
 use super::release_poller;
 use super::sql;
-use super::statement::{fetch, send};
+use super::statement::{send_plain, send};
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
     ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
@@ -45,10 +45,10 @@ struct MySqlRowTransaction {
 impl MySqlRowProtocol {
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
         let (store, texts) = (&self.rows.store, &self.rows.store.statements);
-        if let Some(row) = store.query(&texts.lock_row, [self.rows.id(key)]).await?.first() {
+        if let Some(row) = store.query(&texts.lock_row, [self.rows.id_value(key)]).await?.first() {
             return Ok(!flag::<MySql>(row, 0)?);
         }
-        Ok(store.query(&texts.lease_left, [self.rows.id(key)]).await?.is_empty())
+        Ok(store.query(&texts.lease_left, [self.rows.id_value(key)]).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -59,7 +59,7 @@ impl MySqlRowProtocol {
         claim: &Claim,
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
-            let (texts, id) = (&self.rows.store.statements, || self.rows.id(claim.key()));
+            let (texts, id) = (&self.rows.store.statements, || self.rows.id_value(claim.key()));
             let values =
                 [id(), Value::claim(claim), Value::token_block(claim), Value::label(claim)];
             let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
@@ -109,19 +109,19 @@ impl MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
-        fetch(&mut connected.connection, "START TRANSACTION".into()).await.map_err(broken)?;
+        send_plain(&mut connected.connection, "START TRANSACTION".into()).await.map_err(broken)?;
         let text = &self.rows.store.statements.row_lock;
-        let lock = Statement::new(text, [self.rows.id(claim.key()), Value::claim(claim)]);
+        let lock = Statement::new(text, [self.rows.id_value(claim.key()), Value::claim(claim)]);
         let lock = send(&mut connected.connection, &lock, QueryMode::Prepared).await;
         let rows = lock.map_err(broken)?.rows;
         let Some(row) = rows.first() else {
-            fetch(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
+            send_plain(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
             return Ok(false);
         };
         let connection_id = read(row, 0)?;
         let statements =
             format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::holder_lock_name(claim.id()));
-        let holder_lock = fetch(&mut connected.connection, statements).await;
+        let holder_lock = send_plain(&mut connected.connection, statements).await;
         let has_holder_lock = match holder_lock {
             Ok(_) => true,
             // Some clusters have no named locks. On such a cluster, listings omit the holder.
@@ -186,7 +186,7 @@ impl SessionProtocol for MySqlRowProtocol {
         let has_holder_lock =
             connected.transaction.as_ref().is_some_and(|held| held.has_holder_lock);
         let end = if has_holder_lock { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
-        fetch(&mut connected.connection, end.into()).await.map_err(broken)?;
+        send_plain(&mut connected.connection, end.into()).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
@@ -197,7 +197,7 @@ impl SessionProtocol for MySqlRowProtocol {
     ) -> Result<(), SessionFailure> {
         // If the transaction has ended, the statement fails, because its savepoint no longer
         // exists.
-        let rows = fetch(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
+        let rows = send_plain(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let expected_id = connected.transaction.as_ref().map(|held| held.connection_id);
         if Some(read::<u64>(row, 0)?) != expected_id {

@@ -48,7 +48,7 @@ impl MySqlSessionConnection {
 impl MySqlSessionProtocol {
     /// Returns whether the named lock is free and the key has no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let values = [self.lock_name_value(key), self.rows.id(key)];
+        let values = [self.lock_name_value(key), self.rows.id_value(key)];
         let text = &self.rows.store.statements.session_is_free;
         let rows = self.rows.store.query(text, values).await?;
         let free = rows.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
@@ -56,7 +56,7 @@ impl MySqlSessionProtocol {
     }
 
     fn lock_name_value(&self, key: &Key) -> Value {
-        Value::Word(self.rows.row_id(key).hex())
+        Value::Text(self.rows.row_id(key).hex())
     }
 
     /// Sends a query for the connection's id and a number. Checks the id, and returns the number.
@@ -89,7 +89,7 @@ impl MySqlSessionProtocol {
         }
         let is_consecutive = now_if_unchanged.is_some();
         let values = [
-            self.rows.id(claim.key()),
+            self.rows.id_value(claim.key()),
             self.rows.namespace_value(),
             Value::key(claim.key()),
             Value::claim(claim),
@@ -134,9 +134,9 @@ pub(super) fn try_lock_values(
     lock_timeout_seconds: i64,
 ) -> [Value; 4] {
     [
-        rows.id(key),
+        rows.id_value(key),
         Value::bytes(&row_claim.to_bytes()),
-        Value::Word(rows.row_id(key).hex()),
+        Value::Text(rows.row_id(key).hex()),
         Value::Number(lock_timeout_seconds),
     ]
 }
@@ -237,7 +237,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         token: FencingToken,
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
-        let (texts, id) = (&self.rows.store.statements, self.rows.id(claim.key()));
+        let (texts, id) = (&self.rows.store.statements, self.rows.id_value(claim.key()));
         let (own, token, block) =
             (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {

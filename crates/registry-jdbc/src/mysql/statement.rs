@@ -22,7 +22,7 @@ pub(super) fn send<'c>(
 ) -> BoxFuture<'c, Result<Answer<MySqlRow>, sqlx::Error>> {
     async move {
         if !matches!(mode, QueryMode::Prepared) {
-            let rows = fetch(connection, statement.inlined::<MySql>()).await?;
+            let rows = send_plain(connection, statement.inlined::<MySql>()).await?;
             return Ok(Answer::of_rows(rows));
         }
         let mut results = connection.fetch_many(bound(statement));
@@ -30,7 +30,7 @@ pub(super) fn send<'c>(
         while let Some(result) = results.try_next().await? {
             match result {
                 Either::Left(done) => {
-                    answer.changed += done.rows_affected();
+                    answer.changed_rows += done.rows_affected();
                     answer.last_insert_id = done.last_insert_id();
                 }
                 Either::Right(row) => answer.rows.push(row),
@@ -41,7 +41,7 @@ pub(super) fn send<'c>(
     .boxed()
 }
 
-pub(super) fn fetch(
+pub(super) fn send_plain(
     connection: &mut MySqlConnection,
     text: String,
 ) -> BoxFuture<'_, Result<Vec<MySqlRow>, sqlx::Error>> {
@@ -52,7 +52,7 @@ pub(super) fn fetch(
 fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
     let lengths = statement.values.iter().map(|value| match value {
         Value::ManyBytes(many) => many.len(),
-        Value::ManyWords(many) => many.len(),
+        Value::ManyTexts(many) => many.len(),
         _ => 1,
     });
     let length = sql::list_size(lengths.max().unwrap_or(1));
@@ -69,9 +69,9 @@ fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
         Value::Bytes(bytes) => query.bind(bytes),
         Value::MaybeBytes(bytes) => query.bind(bytes),
         Value::Number(number) => query.bind(number),
-        Value::Word(word) => query.bind(word),
+        Value::Text(word) => query.bind(word),
         Value::ManyBytes(many) => bind_list(query, many, length),
-        Value::ManyWords(many) => bind_list(query, many, length),
+        Value::ManyTexts(many) => bind_list(query, many, length),
         Value::Numbers(numbers) => bind_list(query, numbers, length),
     })
 }

@@ -78,11 +78,11 @@ impl Dialect for Postgres {
         statement::send(connection, statement, mode)
     }
 
-    fn fetch(
+    fn send_plain(
         connection: &mut PgConnection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<PgRow>, sqlx::Error>> {
-        statement::fetch(connection, text)
+        statement::send_plain(connection, text)
     }
 
     fn number(row: &PgRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
@@ -170,7 +170,7 @@ impl Dialect for Postgres {
             row_ids(rows, claims),
             Value::claims(claims),
             Value::Numbers(claims.iter().map(|it| i64::from(it.token_block())).collect()),
-            Value::Word(channel.name().to_owned()),
+            Value::Text(channel.name().to_owned()),
             Value::ManyBytes(messages),
             Value::Numbers(presence_locks),
         ];
@@ -202,13 +202,13 @@ impl Dialect for Postgres {
             store.client.send(ConnectionUse::Release, resend, &statement).await
         };
         let notification = rows.wakeups.notification(rows.row_id(key));
-        let values = [&[rows.id(key)], &notification[..2]].concat();
+        let values = [&[rows.id_value(key)], &notification[..2]].concat();
         let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
         if released == Release::Freed {
             return Ok(Release::Freed);
         }
         let end_timeout = CONNECTION_END_TIMEOUT.min(store.settings().response_timeout / 2);
-        let values = vec![rows.id(key), Value::Number(micros(end_timeout) / 1_000)];
+        let values = vec![rows.id_value(key), Value::Number(micros(end_timeout) / 1_000)];
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
@@ -293,7 +293,7 @@ impl WakeupSource for PgWakeups {
     /// Returns the channel, the message, and the key of the presence lock.
     fn notification(&self, id: RowId) -> Vec<Value> {
         let presence_lock = Value::Number(self.channel.presence_lock(id.notification_id()));
-        let channel = Value::Word(self.channel.name().to_owned());
+        let channel = Value::Text(self.channel.name().to_owned());
         vec![channel, Value::bytes(&id.notification_id()), presence_lock]
     }
 

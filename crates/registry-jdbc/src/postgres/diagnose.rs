@@ -18,7 +18,7 @@ pub(super) async fn check_listener(rows: &PgLeaseTable) -> Option<Finding> {
     let payload = format!("try_{:016x}", fastrand::u64(..));
     let text = StatementText::numbered(NOTIFY);
     let channel = rows.wakeups.channel.name().to_owned();
-    let values = [Value::Word(channel), Value::Word(payload.clone())];
+    let values = [Value::Text(channel), Value::Text(payload.clone())];
     let notify = async { rows.store.query(&text, values).await.map(drop) };
     let cause = match listener.self_test(&payload, notify).await {
         Ok(true) => return None,

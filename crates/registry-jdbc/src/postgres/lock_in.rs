@@ -8,7 +8,7 @@ use sqlx::{PgConnection, Postgres, Row};
 use tokio::time::timeout;
 
 use super::error;
-use super::statement::fetch;
+use super::statement::send_plain;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::from_micros;
 use crate::server::{LockableRows, ServerErrors as _, Statement, Value, WakeupSource as _};
@@ -65,7 +65,7 @@ async fn attempt(
     // The statements are one message of plain text, which is independent of prepared statements and
     // of a pooler's assignment of connections. The savepoint releases the locks of a failed
     // attempt, and keeps an error from ending the transaction.
-    let outcome = fetch(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
+    let outcome = send_plain(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let outcome = match outcome {
         Ok(rows) => decode(&rows, key),
         Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
@@ -77,7 +77,7 @@ async fn attempt(
         Ok(Some(LockInOutcome::Granted(_))) => "",
         _ => "ROLLBACK TO SAVEPOINT lock_registry_lock_in;",
     };
-    let ended = fetch(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
+    let ended = send_plain(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
     let outcome = outcome?.ok_or_else(|| LockInError::other_database(key))?;
     ended.map_err(|source| LockInError::database(key, source))?;
     Ok(outcome)
@@ -125,11 +125,11 @@ fn statement<'a>(
     let (rows, id) = (lockable.rows, lockable.rows.row_id(key));
     let texts = &rows.store.statements;
     let mut values = vec![
-        rows.id(key),
+        rows.id_value(key),
         rows.namespace_value(),
         Value::key(key),
         Value::Bytes(rows.store.id.clone()),
-        Value::Word(format!("{}ms", row_wait.as_millis().max(1))),
+        Value::Text(format!("{}ms", row_wait.as_millis().max(1))),
         Value::Number(id.holder_lock_key()),
     ];
     values.extend(rows.wakeups.notification(id).drain(..2));

@@ -12,7 +12,7 @@ use sqlx::{Postgres, Row as _};
 
 use super::backend::PgLeaseTable;
 use super::error::{self, row_locked};
-use super::statement::{fetch, send};
+use super::statement::{send_plain, send};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, RowLockConnections, RowLockPermit, ServerErrors as _,
@@ -49,8 +49,8 @@ impl PgRowTransaction {
 
 impl PgRowConnection {
     /// Sends plain text, which works on any connection that a pooler assigns.
-    async fn fetch(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
-        fetch(&mut self.connection, text).await
+    async fn send_plain(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
+        send_plain(&mut self.connection, text).await
     }
 }
 
@@ -85,13 +85,13 @@ impl PgRowProtocol {
         let statement = Statement::new(
             &self.rows.store.statements.row_write_claim,
             [
-                self.rows.id(claim.key()),
+                self.rows.id_value(claim.key()),
                 self.rows.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token_block(claim),
                 Value::label(claim),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                Value::Text(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
         let rows = self.send(connected, &statement).await?;
@@ -116,10 +116,10 @@ impl PgRowProtocol {
         let statement = Statement::new(
             &self.rows.store.statements.row_lock,
             [
-                self.rows.id(claim.key()),
+                self.rows.id_value(claim.key()),
                 Value::claim(claim),
                 Value::Number(id.holder_lock_key()),
-                Value::Word(format!("{}s", IDLE_TIMEOUT.as_secs())),
+                Value::Text(format!("{}s", IDLE_TIMEOUT.as_secs())),
                 Value::Number(claim_lock_key(claim.id())),
             ],
         );
@@ -129,9 +129,9 @@ impl PgRowProtocol {
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
             statement.inlined::<Postgres>()
         );
-        let rows = connected.fetch(text).await.map_err(broken)?;
+        let rows = connected.send_plain(text).await.map_err(broken)?;
         let Some(row) = rows.last() else {
-            connected.fetch("ROLLBACK".to_owned()).await.map_err(broken)?;
+            connected.send_plain("ROLLBACK".to_owned()).await.map_err(broken)?;
             return Ok(false);
         };
         connected.transaction = Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?);
@@ -219,7 +219,7 @@ impl SessionProtocol for PgRowProtocol {
         let statement = Statement::new(&self.rows.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
         connected
-            .fetch(format!("{}; COMMIT", statement.inlined::<Postgres>()))
+            .send_plain(format!("{}; COMMIT", statement.inlined::<Postgres>()))
             .await
             .map_err(broken)?;
         connected.transaction = None;
@@ -229,7 +229,7 @@ impl SessionProtocol for PgRowProtocol {
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // In a failed transaction, the statement fails. Outside of a transaction, the transaction
         // id is `NULL`.
-        let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
+        let rows = connected.send_plain(CHECK_SESSION.to_owned()).await.map_err(broken)?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
         let transaction_id = text::<Postgres>(row, 1).map_err(SessionFailure::Broken)?;
         let is_same_transaction = transaction_id.is_some()

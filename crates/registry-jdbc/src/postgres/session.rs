@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::backend::PgLeaseTable;
 use super::client;
 use super::error::{self, corrupt};
-use super::statement::{fetch, send};
+use super::statement::{send_plain, send};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionProtocol,
@@ -34,8 +34,8 @@ pub(crate) struct PgSessionConnection {
 
 impl PgSessionConnection {
     /// Sends plain text whose answer begins with the process id.
-    async fn fetch(&mut self, text: impl Into<String>) -> Result<Vec<PgRow>, SessionFailure> {
-        let rows = fetch(&mut self.connection, text.into()).await;
+    async fn send_plain(&mut self, text: impl Into<String>) -> Result<Vec<PgRow>, SessionFailure> {
+        let rows = send_plain(&mut self.connection, text.into()).await;
         let rows = rows.map_err(error::session_failure)?;
         self.check_process(&rows)?;
         Ok(rows)
@@ -64,9 +64,9 @@ impl PgSessionProtocol {
         let probe = async {
             // The open transaction occupies one process. So a pooler must serve the second
             // connection from another process, whose id differs.
-            one.fetch(format!("BEGIN; {CHECK_SESSION}")).await?;
-            two.fetch(CHECK_SESSION).await?;
-            one.fetch(format!("{CHECK_SESSION}; ROLLBACK")).await
+            one.send_plain(format!("BEGIN; {CHECK_SESSION}")).await?;
+            two.send_plain(CHECK_SESSION).await?;
+            one.send_plain(format!("{CHECK_SESSION}; ROLLBACK")).await
         };
         let probed = timeout(self.rows.store.settings().response_timeout, probe).await;
         match probed.map_err(|_| {
@@ -91,7 +91,7 @@ impl PgSessionProtocol {
         let config = &self.rows.store.config;
         let mut connection = client::connect(config).await?;
         let query =
-            timeout(config.settings.connect_timeout, fetch(&mut connection, CHECK_SESSION.into()));
+            timeout(config.settings.connect_timeout, send_plain(&mut connection, CHECK_SESSION.into()));
         let rows = query
             .await
             .map_err(|_| error::not_connected(PoolError::TimedOut))?
@@ -123,9 +123,9 @@ impl PgSessionProtocol {
         let id = self.rows.row_id(claim.key());
         let (lock_key, row_claim) =
             (Value::Number(id.advisory_lock_key()), Value::bytes(&last.claim.to_bytes()));
-        let values = [lock_key, self.rows.id(claim.key()), row_claim];
+        let values = [lock_key, self.rows.id_value(claim.key()), row_claim];
         let statement = Statement::new(&self.rows.store.statements.session_try_lock, values);
-        let rows = connected.fetch(statement.inlined::<Postgres>()).await?;
+        let rows = connected.send_plain(statement.inlined::<Postgres>()).await?;
         if !flag::<Postgres>(&rows[0], 1).map_err(SessionFailure::Broken)? {
             return Ok(LockAttempt::Busy(None));
         }
@@ -159,14 +159,14 @@ impl PgSessionProtocol {
         let statement = Statement::new(
             text,
             [
-                self.rows.id(claim.key()),
+                self.rows.id_value(claim.key()),
                 self.rows.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::Number(plan.tokens_to_write(is_consecutive)),
                 Value::label(claim),
                 Value::Number(id.advisory_lock_key()),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                Value::Text(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
         let rows = self.send(connected, &statement).await?;
@@ -226,7 +226,7 @@ impl SessionProtocol for PgSessionProtocol {
                 seconds / 6,
                 self.rows.store.statements.session_prepare.as_str(),
             );
-            connected.fetch(text).await
+            connected.send_plain(text).await
         };
         let configured = timeout(self.rows.store.settings().connect_timeout, configure).await;
         match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
@@ -271,7 +271,7 @@ impl SessionProtocol for PgSessionProtocol {
         &self,
         connected: &mut PgSessionConnection,
     ) -> Result<(), SessionFailure> {
-        connected.fetch(CHECK_SESSION).await.map(drop)
+        connected.send_plain(CHECK_SESSION).await.map(drop)
     }
 
     async fn ensure_row(
@@ -284,13 +284,13 @@ impl SessionProtocol for PgSessionProtocol {
         let statement = Statement::new(
             &self.rows.store.statements.session_ensure_row,
             [
-                self.rows.id(claim.key()),
+                self.rows.id_value(claim.key()),
                 self.rows.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token(token),
                 Value::token_block(claim),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                Value::Text(format!("{}ms", ROW_WAIT.as_millis())),
                 Value::bytes(&row_claim.to_bytes()),
             ],
         );

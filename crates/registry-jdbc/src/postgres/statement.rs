@@ -21,14 +21,14 @@ pub(super) fn send<'c>(
                 Vec::from_iter(bound(statement).fetch_optional(connection).await?)
             }
             QueryMode::Prepared => bound(statement).fetch_all(connection).await?,
-            QueryMode::Plain => fetch(connection, statement.inlined::<Postgres>()).await?,
+            QueryMode::Plain => send_plain(connection, statement.inlined::<Postgres>()).await?,
             QueryMode::PlainPooled { lock_timeout } => {
                 // Two statements in one message are one transaction. `SET LOCAL` completes before
                 // the second statement waits. Its setting ends with the transaction, so it does not
                 // affect the pooler's next client.
                 let lock_timeout = lock_timeout.as_millis().max(1);
                 let text = statement.inlined::<Postgres>();
-                fetch(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))
+                send_plain(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))
                     .await?
             }
         };
@@ -37,7 +37,7 @@ pub(super) fn send<'c>(
     .boxed()
 }
 
-pub(super) fn fetch(
+pub(super) fn send_plain(
     connection: &mut PgConnection,
     text: String,
 ) -> BoxFuture<'_, Result<Vec<PgRow>, sqlx::Error>> {
@@ -51,9 +51,9 @@ fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, Postgres, PgArguments> {
         Value::Bytes(bytes) => query.bind(bytes),
         Value::MaybeBytes(bytes) => query.bind(bytes),
         Value::Number(number) => query.bind(number),
-        Value::Word(word) => query.bind(word),
+        Value::Text(word) => query.bind(word),
         Value::ManyBytes(many) => query.bind(many),
-        Value::ManyWords(many) => query.bind(many),
+        Value::ManyTexts(many) => query.bind(many),
         Value::Numbers(numbers) => query.bind(numbers),
     })
 }

@@ -1,5 +1,5 @@
 //! The backend of all database servers, in all lock modes. Each server implements its differences
-//! in a [`Dialect`]. Session locks are in `session`, row locks in `sessions`.
+//! in a [`Dialect`]. Session locks are in `session`, row locks in `row_lock_sessions`.
 
 use std::fmt;
 use std::sync::Arc;

@@ -115,7 +115,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     ) -> BoxFuture<'c, Result<Answer<Self::Row>, sqlx::Error>>;
 
     /// Sends plain text, without preparing it. Returns the rows.
-    fn fetch(
+    fn send_plain(
         connection: &mut Self::Connection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<Self::Row>, sqlx::Error>>;

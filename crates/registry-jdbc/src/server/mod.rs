@@ -11,7 +11,7 @@ mod rows;
 mod records;
 mod batch;
 mod values;
-mod waiting;
+mod waiter_store;
 pub(crate) mod spring_rows;
 pub(crate) mod spring;
 // Sending statements.
@@ -25,7 +25,7 @@ mod recent_rows;
 // Locks that last as long as a connection: one connection for all locks, or one connection for each
 // lock.
 mod session;
-mod sessions;
+mod row_lock_sessions;
 mod connection_actor;
 mod token_reservation;
 // Transactions of the caller.
@@ -62,8 +62,8 @@ pub(crate) use records::RECORD_MARKER;
 pub(crate) use row_id::RowId;
 pub(crate) use rows::{HolderStatements, LeaseTable, RowStatements};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
-pub use sessions::RowLocksExhausted;
-pub(crate) use sessions::{RowLockConnections, RowLockPermit, RowLockSessions};
+pub use row_lock_sessions::RowLocksExhausted;
+pub(crate) use row_lock_sessions::{RowLockConnections, RowLockPermit, RowLockSessions};
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};
@@ -72,7 +72,7 @@ pub(crate) use store::{Store, read_meta};
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;
 pub(crate) use values::ValueStatements;
-pub(crate) use waiting::WaiterStatements;
+pub(crate) use waiter_store::WaiterStatements;
 
 /// The minimum time for which rows of free keys are kept. The configuration also requires at least
 /// twice the response timeout. So no client acts on a row that was deleted after the client read

@@ -13,7 +13,7 @@ use super::records::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::values::ValueStatements;
-use super::waiting::WaiterStatements;
+use super::waiter_store::WaiterStatements;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
 
 /// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
@@ -103,7 +103,7 @@ impl<D: Dialect> LeaseTable<D> {
         RowId::new(&self.store.settings().namespace, key)
     }
 
-    pub(crate) fn id(&self, key: &Key) -> Value {
+    pub(crate) fn id_value(&self, key: &Key) -> Value {
         Value::bytes(self.row_id(key).bytes())
     }
 

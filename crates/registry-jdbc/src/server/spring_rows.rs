@@ -68,7 +68,7 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
         RowId::for_foreign_lock(&self.region_scope, lock_key)
     }
 
-    pub(crate) fn id(&self, lock_key: &str) -> Value {
+    pub(crate) fn id_value(&self, lock_key: &str) -> Value {
         Value::bytes(self.row_id(lock_key).bytes())
     }
 
@@ -78,7 +78,7 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
 
     /// Returns the current grant of a lock, if it is held.
     async fn current_grant(&self, lock_key: &str) -> Result<Vec<D::Row>, BackendError> {
-        let values = [Value::Word(lock_key.to_owned()), self.id(lock_key)];
+        let values = [Value::Text(lock_key.to_owned()), self.id_value(lock_key)];
         self.store.query(&self.statements().current_grant, values).await
     }
 
@@ -86,7 +86,7 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
     #[cfg(feature = "mysql")]
     pub(crate) async fn is_held_by(&self, claim: &Claim) -> Result<bool, BackendError> {
         let lock_key = lock_key(claim.key());
-        let values = [Value::Word(lock_key.clone()), self.id(&lock_key)];
+        let values = [Value::Text(lock_key.clone()), self.id_value(&lock_key)];
         let statement = Statement::new(&self.statements().current_grant, values);
         let rows = self.store.client.query(ConnectionUse::Release, &statement).await?;
         let client = rows.first().map(|row| text::<D>(row, 0)).transpose()?.flatten();
@@ -98,10 +98,10 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
         let statement = Statement::new(
             &self.statements().acquire,
             [
-                Value::Word(lock_key.to_owned()),
-                Value::Word(client_id(claim.id())),
+                Value::Text(lock_key.to_owned()),
+                Value::Text(client_id(claim.id())),
                 Value::lease(claim),
-                self.id(lock_key),
+                self.id_value(lock_key),
                 self.native_namespace(),
                 Value::key(claim.key()),
                 Value::claim(claim),
@@ -200,7 +200,7 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock_key = lock_key(key);
-        let mut values = vec![Value::Word(lock_key.clone())];
+        let mut values = vec![Value::Text(lock_key.clone())];
         values.extend(self.wakeups.notification(self.row_id(&lock_key)));
         let statement = Statement::new(&self.statements().force_release, values);
         release_outcome::<D>(&self.store.release(&statement).await?)
@@ -212,9 +212,9 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
 
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
         let lock_key = lock_key(claim.key());
-        let id = self.id(&lock_key);
-        let client = Value::Word(client_id(claim.id()));
-        let values = [Value::Word(lock_key), client, id, Value::claim(claim), Value::token(token)];
+        let id = self.id_value(&lock_key);
+        let client = Value::Text(client_id(claim.id()));
+        let values = [Value::Text(lock_key), client, id, Value::claim(claim), Value::token(token)];
         Statement::new(&self.statements().fence, values)
     }
 }

@@ -132,9 +132,9 @@ pub(crate) enum Value {
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
     /// A text. In a plain statement, it must consist of letters, digits, underscores and hyphens.
-    Word(String),
+    Text(String),
     ManyBytes(Vec<Vec<u8>>),
-    ManyWords(Vec<String>),
+    ManyTexts(Vec<String>),
     #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "only PostgreSQL has arrays"))]
     Numbers(Vec<i64>),
 }
@@ -181,11 +181,11 @@ impl Value {
             Self::Bytes(bytes) | Self::MaybeBytes(Some(bytes)) => write_bytes::<D>(text, bytes),
             Self::MaybeBytes(None) => text.push_str("NULL"),
             Self::Number(number) => write_number(text, *number),
-            Self::Word(word) => write_word(text, word),
+            Self::Text(word) => write_word(text, word),
             Self::ManyBytes(many) => write_array(text, many, |text, bytes| {
                 write_bytes::<D>(text, bytes);
             }),
-            Self::ManyWords(many) => write_array(text, many, |text, word| write_word(text, word)),
+            Self::ManyTexts(many) => write_array(text, many, |text, word| write_word(text, word)),
             Self::Numbers(many) => {
                 write_array(text, many, |text, number| write_number(text, *number))
             }
@@ -280,7 +280,7 @@ impl<'a> Statement<'a> {
 pub(crate) struct Answer<R> {
     pub(crate) rows: Vec<R>,
     /// The number of changed rows. Zero if the server returns rows instead.
-    pub(crate) changed: u64,
+    pub(crate) changed_rows: u64,
     /// The number that the statement has passed to `LAST_INSERT_ID`, on servers that do not return
     /// the number as a row.
     #[cfg_attr(
@@ -292,7 +292,7 @@ pub(crate) struct Answer<R> {
 
 impl<R> Answer<R> {
     pub(crate) fn of_rows(rows: Vec<R>) -> Self {
-        Self { rows, changed: 0, last_insert_id: 0 }
+        Self { rows, changed_rows: 0, last_insert_id: 0 }
     }
 
     /// Returns the outcome of a statement that ends grants.
@@ -302,7 +302,7 @@ impl<R> Answer<R> {
 
     /// Returns whether a statement that writes at most one row has written it.
     pub(crate) fn changed_a_row(&self) -> bool {
-        !self.rows.is_empty() || self.changed > 0
+        !self.rows.is_empty() || self.changed_rows > 0
     }
 }
 
@@ -411,7 +411,7 @@ mod tests {
             Value::MaybeBytes(None),
             Value::Bytes(Vec::new()),
             Value::Number(-1),
-            Value::Word("1b-2".to_owned()),
+            Value::Text("1b-2".to_owned()),
         ];
         let text = "`a$1``'$1` = $1 AND b <=> $2 AND c = $3 AND d=$4 AND e = $5 AND f = '$1'";
         let text = StatementText::positional(text, &[1]);

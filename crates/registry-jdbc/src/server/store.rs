@@ -83,7 +83,7 @@ impl<D: Dialect> Store<D> {
         connection: &mut D::Connection,
     ) -> Result<TransactionStore, sqlx::Error> {
         let meta = &self.statements.as_ref().as_ref().meta;
-        let rows = D::fetch(connection, Statement::new(meta, []).inlined::<D>()).await?;
+        let rows = D::send_plain(connection, Statement::new(meta, []).inlined::<D>()).await?;
         let Some(row) = rows.first() else { return Ok(TransactionStore::Other) };
         // The table may have another id, or may belong to another program.
         if D::bytes(row, 1).ok().flatten().as_ref() != Some(&self.id) {

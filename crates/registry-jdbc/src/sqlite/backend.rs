@@ -25,7 +25,7 @@ use super::paths::DatabasePaths;
 use super::records::MARKER;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
-use super::waiters::SqliteReleaseWatcher;
+use super::release_watcher::SqliteReleaseWatcher;
 
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///

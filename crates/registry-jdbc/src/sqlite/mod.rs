@@ -13,7 +13,7 @@ mod batch;
 mod renew;
 mod records;
 mod values;
-mod waiting;
+mod waiter_store;
 mod statement;
 mod clock;
 mod sql;
@@ -23,7 +23,7 @@ mod serial_executor;
 mod worker;
 mod error;
 // Waiting for a release by any process.
-mod waiters;
+mod release_watcher;
 mod commit_watch;
 // Checking a token in the caller's transaction.
 mod fence;

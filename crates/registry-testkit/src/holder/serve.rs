@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_conformance::remote::protocol::{Reply, execute_messages, print, value};
+use registry_conformance::remote::protocol::{Reply, execute_messages, json_result, print_line};
 use registry_core::{
     ClaimMode, DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, LostReason,
 };
@@ -72,7 +72,7 @@ async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dy
     tasks.shutdown().await;
     let closed = server.registry.close(CLOSE_LIMIT).await;
     if let Some(reply_to) = close {
-        print(&Reply { reply_to, result: value(Ok::<_, String>(closed.is_clean())) });
+        print_line(&Reply { reply_to, result: json_result(Ok::<_, String>(closed.is_clean())) });
     }
 }
 
@@ -105,25 +105,25 @@ impl HolderServer {
                     options = options.wait(wait);
                 }
                 let locked = self.lock(&key, mode, options).await;
-                value(locked.map_err(|error| failure("acquire", &error)))
+                json_result(locked.map_err(|error| failure("acquire", &error)))
             }
-            HolderRequest::Upgrade { key } => value(self.upgrade(&key).await),
-            HolderRequest::Unlock { key } => value(self.unlock(&key).await),
-            HolderRequest::Drop { key } => value(self.remove(&key).map(drop)),
-            HolderRequest::Status { key } => value(Ok(self.status(&key).await)),
-            HolderRequest::Lost { key } => value(self.lost(&key).await),
-            HolderRequest::Write { key, value: text } => value(self.write(&key, &text).await),
+            HolderRequest::Upgrade { key } => json_result(self.upgrade(&key).await),
+            HolderRequest::Unlock { key } => json_result(self.unlock(&key).await),
+            HolderRequest::Drop { key } => json_result(self.remove(&key).map(drop)),
+            HolderRequest::Status { key } => json_result(Ok(self.status(&key).await)),
+            HolderRequest::Lost { key } => json_result(self.lost(&key).await),
+            HolderRequest::Write { key, value: text } => json_result(self.write(&key, &text).await),
             HolderRequest::Repeat { key, rounds } => {
                 let repeated = self.repeat(&key, rounds).await;
-                value(repeated.map_err(|error| failure("repeat", &error)))
+                json_result(repeated.map_err(|error| failure("repeat", &error)))
             }
             HolderRequest::Contend { key, tasks, hold, span } => {
                 let contended = contend(&self.registry.obtain(&key), tasks, hold, span).await;
-                value(contended.map_err(|error| failure("contend", &error)))
+                json_result(contended.map_err(|error| failure("contend", &error)))
             }
             HolderRequest::Compete(competition) => {
                 let competed = competition.run(&self.registry, &self.recorder).await;
-                value(competed.map_err(|error| failure("compete", &error)))
+                json_result(competed.map_err(|error| failure("compete", &error)))
             }
         }
     }

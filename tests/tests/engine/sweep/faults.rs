@@ -17,17 +17,17 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
     vec![
         ("slow requests", all(Fault::DelayRequest(ms(20)))),
         ("slow replies", all(Fault::DelayReply(ms(20)))),
-        ("slow acquire", Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(ms(300)))),
+        ("slow acquire", Faults::none().at_call(Operation::Acquire, 1, Fault::DelayReply(ms(300)))),
         ("repeated at once", all(Fault::Repeat)),
-        ("acquire refused once", Faults::none().at(Operation::Acquire, 1, Fault::Refuse)),
+        ("acquire refused once", Faults::none().at_call(Operation::Acquire, 1, Fault::Refuse)),
         (
             "acquire refused twice, then slow",
             Faults::none()
-                .at(Operation::Acquire, 1, Fault::Refuse)
-                .at(Operation::Acquire, 2, Fault::Refuse)
-                .at(Operation::Acquire, 3, Fault::DelayRequest(ms(50))),
+                .at_call(Operation::Acquire, 1, Fault::Refuse)
+                .at_call(Operation::Acquire, 2, Fault::Refuse)
+                .at_call(Operation::Acquire, 3, Fault::DelayRequest(ms(50))),
         ),
-        ("release refused once", Faults::none().at(Operation::Release, 1, Fault::Refuse)),
+        ("release refused once", Faults::none().at_call(Operation::Release, 1, Fault::Refuse)),
         ("no wake-ups", Faults::none().always(Operation::Wait, Fault::LoseWake)),
         ("early wake-ups", Faults::none().always(Operation::Wait, Fault::WakeEarly(ms(3)))),
     ]
@@ -37,18 +37,17 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
 pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
     vec![
-        ("acquire reply lost", none().at(Operation::Acquire, 1, Fault::LoseReply)),
-        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest)),
+        ("acquire reply lost", none().at_call(Operation::Acquire, 1, Fault::LoseReply)),
+        ("acquire lost", none().at_call(Operation::Acquire, 1, Fault::LoseRequest)),
         (
             "acquire reply lost three times",
-            (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
+            (1..=3).fold(none(), |faults, n| faults.at_call(Operation::Acquire, n, Fault::LoseReply)),
         ),
-        ("release reply lost", none().at(Operation::Release, 1, Fault::LoseReply)),
-        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
+        ("release reply lost", none().at_call(Operation::Release, 1, Fault::LoseReply)),
+        ("release lost", none().at_call(Operation::Release, 1, Fault::LoseRequest)),
         (
             "acquire and release reply lost",
-            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
-                Operation::Release,
+            none().at_call(Operation::Acquire, 1, Fault::LoseReply).at_call(Operation::Release,
                 1,
                 Fault::LoseReply,
             ),
@@ -69,24 +68,24 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
         ("no release reply arrives", none().always(Operation::Release, Fault::LoseReply), zero),
         ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
         ("no renewal reply arrives", none().always(Operation::Renew, Fault::LoseReply), zero),
-        ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
-        ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
-        ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
-        ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
-        ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
+        ("acquire arrives late", none().at_call(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
+        ("acquire answers late", none().at_call(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
+        ("release arrives late", none().at_call(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
+        ("release answers late", none().at_call(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
+        ("renewal arrives late", none().at_call(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
         (
             "a grant that has expired when it arrives",
-            none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
+            none().at_call(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
             Duration::from_secs(31),
         ),
         (
             "a repetition of the acquire arrives late",
-            none().at(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
+            none().at_call(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
             Duration::from_millis(200),
         ),
         (
             "a repetition of the release arrives late",
-            none().at(Operation::Release, 1, Fault::RepeatLate(LATE)),
+            none().at_call(Operation::Release, 1, Fault::RepeatLate(LATE)),
             LATE,
         ),
     ]

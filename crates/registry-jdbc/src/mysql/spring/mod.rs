@@ -37,7 +37,7 @@ impl SpringDialect for MySql {
     ) -> Result<Option<(String, bool)>, BackendError> {
         let (database, name) = table.schema_and_name();
         let database = database.or_else(|| store.config.server.get_database()).unwrap_or_default();
-        let values = [Value::Word(database.to_owned()), Value::Word(name)];
+        let values = [Value::Text(database.to_owned()), Value::Text(name)];
         let columns = store.query(&StatementText::positional(sql::COLUMNS, &[]), values).await?;
         let mut has_end_column = false;
         for column in &columns {
@@ -53,20 +53,20 @@ impl SpringDialect for MySql {
 
     fn spring_statements(
         store: &Store<Self>,
-        lock: &str,
+        quoted_name: &str,
         table: &SpringTable,
     ) -> MySqlSpringStatements {
-        MySqlSpringStatements::new(&store.config, lock, table)
+        MySqlSpringStatements::new(&store.config, quoted_name, table)
     }
 
     fn spring_wakeups(_: &Store<Self>, _: &str) -> MySqlWakeups {
         MySqlWakeups(None)
     }
 
-    fn region_scope(lock: &str, table: &SpringTable) -> String {
+    fn region_scope(quoted_name: &str, table: &SpringTable) -> String {
         // In most collations, regions that differ only in case are equal, so the scope is in lower
         // case.
-        format!("{lock} {}", table.region().to_ascii_lowercase())
+        format!("{quoted_name} {}", table.region().to_ascii_lowercase())
     }
 
     fn native_namespace(region_scope: &str) -> Vec<u8> {
@@ -88,15 +88,15 @@ impl SpringDialect for MySql {
             let statement = Statement::new(text, values);
             client.send(ConnectionUse::Renew(lease), Resend::Allowed, &statement).await
         };
-        let (keys, offset) = (Value::ManyWords(keys), Value::Number(texts.stored_offset(lease)));
-        let values = [keys.clone(), Value::ManyWords(clients), claim_count(claims), offset];
+        let (keys, offset) = (Value::ManyTexts(keys), Value::Number(texts.stored_offset(lease)));
+        let values = [keys.clone(), Value::ManyTexts(clients), claim_count(claims), offset];
         let done = change(&texts.renew, values).await?;
         // The grants are renewed already. The times in native rows matter only for the purge, so an
         // error is ignored.
         let length = Value::Number(micros(lease));
         let values = [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), length];
         let _ = change(&texts.renew_native, values).await;
-        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
+        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
         renewal.answers(|claim| client_id(claim.id()), unexpired).await
     }
@@ -117,7 +117,7 @@ impl SpringDialect for MySql {
             })
             .await?;
         }
-        let values = [Value::Word(lock_key.clone()), Value::Word(client_id(claim.id()))];
+        let values = [Value::Text(lock_key.clone()), Value::Text(client_id(claim.id()))];
         let release = Statement::new(&spring.statements().release, values.clone());
         let released = spring.store.release(&release).await?.release_outcome();
         if released == Release::NotHeld {

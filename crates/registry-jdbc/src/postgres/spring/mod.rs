@@ -53,18 +53,18 @@ impl SpringDialect for Postgres {
 
     fn spring_statements(
         store: &Store<Self>,
-        lock: &str,
+        quoted_name: &str,
         table: &SpringTable,
     ) -> PgSpringStatements {
-        PgSpringStatements::new(&store.statements.tables, lock, table)
+        PgSpringStatements::new(&store.statements.tables, quoted_name, table)
     }
 
     fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> PgWakeups {
         PgWakeups::new(&store.config, region_scope)
     }
 
-    fn region_scope(lock: &str, table: &SpringTable) -> String {
-        format!("{lock} {}", table.region())
+    fn region_scope(quoted_name: &str, table: &SpringTable) -> String {
+        format!("{quoted_name} {}", table.region())
     }
 
     fn native_namespace(region_scope: &str) -> Vec<u8> {
@@ -79,8 +79,8 @@ impl SpringDialect for Postgres {
         let ids = keys.iter().map(|key| spring.row_id(key).bytes().to_vec()).collect();
         let clients = claims.iter().map(|claim| client_id(claim.id())).collect();
         let values = [
-            Value::ManyWords(keys),
-            Value::ManyWords(clients),
+            Value::ManyTexts(keys),
+            Value::ManyTexts(clients),
             Value::ManyBytes(ids),
             Value::claims(claims),
             backend::leases(claims),
@@ -100,9 +100,9 @@ impl SpringDialect for Postgres {
             false => spring.store.settings().busy_timeout,
         };
         let mut values = vec![
-            Value::Word(lock_key.clone()),
-            Value::Word(client_id(claim.id())),
-            Value::Word(format!("{}ms", lock_timeout.as_millis().max(1))),
+            Value::Text(lock_key.clone()),
+            Value::Text(client_id(claim.id())),
+            Value::Text(format!("{}ms", lock_timeout.as_millis().max(1))),
         ];
         values.extend(spring.wakeups.notification(spring.row_id(&lock_key)));
         let statement = Statement::new(&spring.statements().release, values);
