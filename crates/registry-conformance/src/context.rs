@@ -282,7 +282,11 @@ impl TestContext {
             match attempt(client, claim).await {
                 Attempt::Granted(grant) => return grant,
                 Attempt::Busy(busy) => {
-                    assert!(Instant::now() < until, "{:?} is not free in time: {busy:?}", claim.key());
+                    assert!(
+                        Instant::now() < until,
+                        "{:?} is not free in time: {busy:?}",
+                        claim.key()
+                    );
                 }
                 Attempt::Gone => panic!("{:?} is no conversion", claim.key()),
             }

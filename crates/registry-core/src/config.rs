@@ -179,9 +179,8 @@ pub fn from_url<C: BackendConfig>(
     let mut config = parse(&parts)?;
     for (name, value) in parts.options()? {
         if !allowed.contains(&&*name) {
-            return Err(parts.invalid(
-                "contains an option that must be set by a method of the configuration",
-            ));
+            return Err(parts
+                .invalid("contains an option that must be set by a method of the configuration"));
         }
         let store = config.scheme();
         config.set(&name, value.expose()).map_err(|error| error.into_backend_error(store))?;

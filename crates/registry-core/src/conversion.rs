@@ -140,8 +140,10 @@ impl Conversion {
     ) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
         let engine = Arc::clone(grant.engine());
-        let claim =
-            grant.claim_with_current_lease().converted_to(self.to).restricted_to_grant(grant.first_token());
+        let claim = grant
+            .claim_with_current_lease()
+            .converted_to(self.to)
+            .restricted_to_grant(grant.first_token());
         let key = claim.key().clone();
         let mut failures = 0;
         let waiting_since = Moment::now();
@@ -225,7 +227,8 @@ impl Conversion {
         let grant = Arc::clone(self.hold().grant());
         let engine = grant.engine();
         let claim = grant.claim_with_current_lease();
-        let same_mode = claim.clone().converted_to(claim.mode()).restricted_to_grant(grant.first_token());
+        let same_mode =
+            claim.clone().converted_to(claim.mode()).restricted_to_grant(grant.first_token());
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(same_mode);

@@ -133,7 +133,10 @@ impl Engine {
 
     /// Returns the claims that wait for `key`, or for any key, sorted by key. For each key, the
     /// longest wait is first.
-    pub(crate) async fn list_waiters(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, LockError> {
+    pub(crate) async fn list_waiters(
+        &self,
+        key: Option<&Key>,
+    ) -> Result<Vec<WaitingClaim>, LockError> {
         if !self.capabilities.waiters || self.backend.waiters().is_none() {
             let store = self.capabilities.store;
             return Err(LockError::Unsupported { capability: "waiters", store });

@@ -148,7 +148,8 @@ impl Fairness {
         contention.delay = limits.delay_of(held_for);
         let mut contention_by_key = self.contention_by_key();
         if contention_by_key.len() >= KEYS_MAX {
-            contention_by_key.retain(|_, contention| contention.was_released_within(limits.pause_max, now));
+            contention_by_key
+                .retain(|_, contention| contention.was_released_within(limits.pause_max, now));
         }
         if contention_by_key.len() < KEYS_MAX || contention_by_key.contains_key(key) {
             contention_by_key.insert(key.clone(), contention);

@@ -731,7 +731,11 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn begin_early_renewal(self: Arc<Self>, now: Moment, renews_whole_shard: bool) -> Option<Duration> {
+    fn begin_early_renewal(
+        self: Arc<Self>,
+        now: Moment,
+        renews_whole_shard: bool,
+    ) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;

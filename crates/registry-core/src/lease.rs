@@ -198,7 +198,11 @@ impl Lease {
     ///
     /// "Soon" is a twelfth of the lease: a quarter of the renewal interval. If the call renews the
     /// [whole shard](crate::RenewalPolicy::renews_whole_shard), it is a quarter of the lease.
-    pub(crate) fn batch_renewal_lease(&self, now: Moment, renews_whole_shard: bool) -> Option<Duration> {
+    pub(crate) fn batch_renewal_lease(
+        &self,
+        now: Moment,
+        renews_whole_shard: bool,
+    ) -> Option<Duration> {
         let soon = self.length() / if renews_whole_shard { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
         let may_join = now < self.valid_until

@@ -88,7 +88,8 @@ impl Mutant {
     ];
 
     /// The bugs that the test of all short queues finds.
-    pub const OF_QUEUES: [Self; 2] = [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeAlongsideReaders];
+    pub const OF_QUEUES: [Self; 2] =
+        [Self::QueuedUnitsNotSummed, Self::QueuedUpgradeAlongsideReaders];
 }
 
 #[cfg(lock_registry_mutants)]

@@ -269,7 +269,9 @@ impl ScheduledJob {
             let (guard, mut ticks) = match (self.begin().await?, output) {
                 (BeginOutcome::Due(guard, ticks), _) => (guard, ticks),
                 // Another process has run the remaining ticks.
-                (BeginOutcome::AlreadyDone(_), Some(output)) => return Ok(Outcome::Ran(Ok(output))),
+                (BeginOutcome::AlreadyDone(_), Some(output)) => {
+                    return Ok(Outcome::Ran(Ok(output)));
+                }
                 (BeginOutcome::AlreadyDone(record), None) => return Ok(record.already_done()),
                 (BeginOutcome::Busy, _) => return Ok(Outcome::Busy),
             };
@@ -312,7 +314,9 @@ impl ScheduledJob {
         let begun = self.begin_unobserved().await?;
         match &begun {
             BeginOutcome::Due(..) => observed.forget(),
-            BeginOutcome::AlreadyDone(record) => observed.end(TickEnd::AlreadyDone, Some(record.at)),
+            BeginOutcome::AlreadyDone(record) => {
+                observed.end(TickEnd::AlreadyDone, Some(record.at))
+            }
             BeginOutcome::Busy => observed.end(TickEnd::Busy, None),
         }
         Ok(begun)

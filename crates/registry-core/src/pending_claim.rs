@@ -130,7 +130,8 @@ impl PendingClaim {
         let claims: Vec<Claim> = pending.iter().map(|it| it.claim().clone()).collect();
         let backend = Arc::clone(&engine.backend);
         let call = async move { attempt_all(&*backend, &claims).await };
-        let mut parts = split_by_claim(call, pending.len(), || Err(BackendError::missing_in_batch()));
+        let mut parts =
+            split_by_claim(call, pending.len(), || Err(BackendError::missing_in_batch()));
         let sent_at = Moment::now();
         for it in &mut *pending {
             it.sent_at = sent_at;

@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn permits_are_granted_in_order_while_their_units_fit() {
-        use QueuePosition::{Behind, Granted, UnitsMismatch, TooFewUnits};
+        use QueuePosition::{Behind, Granted, TooFewUnits, UnitsMismatch};
         for (before, own, expected) in [
             (&[p(2, 5)][..], p(3, 5), Granted),
             (&[p(2, 5)], p(4, 5), TooFewUnits),

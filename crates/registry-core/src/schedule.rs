@@ -30,7 +30,11 @@ pub(crate) trait Renewable: Send + Sync {
     /// Returns the lease to request now, in a call that renews other claims, and records the
     /// renewal as sent. Returns `None` if this claim is not due soon. See
     /// [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
-    fn begin_early_renewal(self: Arc<Self>, now: Moment, renews_whole_shard: bool) -> Option<Duration>;
+    fn begin_early_renewal(
+        self: Arc<Self>,
+        now: Moment,
+        renews_whole_shard: bool,
+    ) -> Option<Duration>;
 
     /// Records an invalidation of the key, and schedules a verification of the claim.
     fn invalidate(self: Arc<Self>, now: Moment);

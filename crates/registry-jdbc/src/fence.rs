@@ -166,7 +166,9 @@ pub enum FenceError {
         source: BackendError,
     },
     /// The check failed in the database.
-    #[error("the fence could not be checked in the database; roll back, and check the database's error")]
+    #[error(
+        "the fence could not be checked in the database; roll back, and check the database's error"
+    )]
     #[non_exhaustive]
     Database {
         /// The database's error.

@@ -956,7 +956,9 @@ impl Votes {
             Ok(AcquireResult::Granted { token, lease, is_token_agreed }) => {
                 self.granted.push(MasterGrant { token, is_token_agreed, lease });
             }
-            Ok(AcquireResult::Busy { remaining, holder, .. }) => self.busy.push((remaining, holder)),
+            Ok(AcquireResult::Busy { remaining, holder, .. }) => {
+                self.busy.push((remaining, holder))
+            }
             Err(error) => {
                 self.failed += 1;
                 self.first_error.get_or_insert(error);

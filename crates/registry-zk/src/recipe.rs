@@ -227,8 +227,7 @@ async fn wait_or_withdraw(
     blockers: Vec<Blocker>,
 ) -> Result<Step, BackendError> {
     let dir = &entry.dir;
-    let missing =
-        modes::find_missing_on_majority(session, dir, before, mode, &blockers).await?;
+    let missing = modes::find_missing_on_majority(session, dir, before, mode, &blockers).await?;
     if let Some(missing) = missing {
         state.nodes_missing_on_majority.push(missing);
         state.blockers = None;

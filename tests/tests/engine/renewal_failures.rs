@@ -111,7 +111,8 @@ async fn a_panic_in_shard_does_not_stop_the_lease_renewer() {
 #[tokio::test(start_paused = true)]
 async fn a_failed_renewal_ends_no_min_hold() {
     let store = MemoryBackend::new();
-    let lossy = Faults::none().at_call(Operation::Renew, 1, Fault::LoseRequest).at_call(Operation::Renew,
+    let lossy = Faults::none().at_call(Operation::Renew, 1, Fault::LoseRequest).at_call(
+        Operation::Renew,
         2,
         Fault::LoseRequest,
     );

@@ -257,7 +257,8 @@ pub async fn an_acquisition_dropped_in_flight_is_released(context: &TestContext)
 
 /// A grant whose reply was lost is released long before its lease ends.
 pub async fn a_grant_with_a_lost_reply_is_released(context: &TestContext) {
-    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply)).await;
+    let faulty =
+        context.faulty(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply)).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let other = context.registry().await;
     match registry.obtain("orders:42").try_lock().await {

@@ -217,7 +217,8 @@ pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestCon
 /// If the release of a step-down has no reply, the candidate still reports `Leadership::Follower`,
 /// and the role becomes free.
 pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
-    let faults = Faults::none().at_call(Operation::SetValue, 2, Fault::LoseReply).at_call(Operation::Release,
+    let faults = Faults::none().at_call(Operation::SetValue, 2, Fault::LoseReply).at_call(
+        Operation::Release,
         1,
         Fault::LoseRequest,
     );

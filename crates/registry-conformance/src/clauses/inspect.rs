@@ -9,8 +9,8 @@ use registry_core::{
 use tokio::time::timeout;
 
 use crate::context::{
-    TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt, is_free,
-    key, release, renew, unlock,
+    TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, is_free, key,
+    release, renew, unlock,
 };
 
 /// `inspect` through another client returns the key of the holder, and its token if the store has

@@ -125,7 +125,8 @@ pub async fn an_unlocked_lock_is_free_for_another_process_at_once(context: &Test
 /// The engine repeats a release that was refused or whose request was lost. The key is free long
 /// before its lease ends.
 pub async fn a_refused_release_is_retried(context: &TestContext) {
-    let faults = Faults::none().at_call(Operation::Release, 1, Fault::Refuse).at_call(Operation::Release,
+    let faults = Faults::none().at_call(Operation::Release, 1, Fault::Refuse).at_call(
+        Operation::Release,
         2,
         Fault::LoseRequest,
     );
@@ -142,7 +143,8 @@ pub async fn a_refused_release_is_retried(context: &TestContext) {
 /// If the reply to a release is lost, `unlock` does not return `LockError::Lost`, although the
 /// repeated release finds the claim no longer held.
 pub async fn a_lost_release_reply_is_not_reported_as_a_lost_lock(context: &TestContext) {
-    let faulty = context.faulty(Faults::none().at_call(Operation::Release, 1, Fault::LoseReply)).await;
+    let faulty =
+        context.faulty(Faults::none().at_call(Operation::Release, 1, Fault::LoseReply)).await;
     let registry = context.registry_over(&faulty, context.long_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     if let Err(error @ LockError::Lost { .. }) = guard.unlock().await {

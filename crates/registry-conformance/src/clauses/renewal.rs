@@ -292,7 +292,8 @@ pub async fn renewal_survives_an_outage_shorter_than_the_lease(context: &TestCon
 /// A lock stays held if the reply to its first renewal and the request of its third renewal are
 /// lost.
 pub async fn a_lost_renewal_reply_does_not_end_the_lock(context: &TestContext) {
-    let faults = Faults::none().at_call(Operation::Renew, 1, Fault::LoseReply).at_call(Operation::Renew,
+    let faults = Faults::none().at_call(Operation::Renew, 1, Fault::LoseReply).at_call(
+        Operation::Renew,
         3,
         Fault::LoseRequest,
     );

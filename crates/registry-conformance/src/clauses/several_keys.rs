@@ -8,7 +8,9 @@ use registry_core::{
     Attempt, BatchAttempt, Claim, Grant, LockBackend, LockRegistryExt as _, Release,
 };
 
-use crate::context::{TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock,
+};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 

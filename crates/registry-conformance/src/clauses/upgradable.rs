@@ -16,8 +16,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed, attempt,
-    is_free, key, release, renew, unlock,
+    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
+    attempt, is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};

@@ -11,7 +11,9 @@ use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::context::{TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock};
+use crate::context::{
+    TestContext, assert_busy, assert_freed, assert_granted, is_free, key, unlock,
+};
 use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
 

@@ -157,7 +157,7 @@ impl Faults {
     /// Applies `fault` to every call of `operation`.
     #[must_use]
     pub fn always(self, operation: Operation, fault: Fault) -> Self {
-        self.from(operation, 1, fault)
+        self.from_call(operation, 1, fault)
     }
 }
 
@@ -267,7 +267,8 @@ mod tests {
 
     #[test]
     fn scripted_faults_hit_the_calls_they_name() {
-        let faults = Faults::none().at_call(Operation::Renew, 2, Fault::LoseReply).from_call(Operation::Renew,
+        let faults = Faults::none().at_call(Operation::Renew, 2, Fault::LoseReply).from_call(
+            Operation::Renew,
             4,
             Fault::Refuse,
         );

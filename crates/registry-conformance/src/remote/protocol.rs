@@ -86,7 +86,7 @@ where
     let mut running = Vec::new();
     // The test harness may have printed the start of a line.
     print_text("\n");
-    print(&Reply::<E> { reply_to: READY, result: Ok(Value::Null) });
+    print_line(&Reply::<E> { reply_to: READY, result: Ok(Value::Null) });
     while let Some(message) = messages.recv().await {
         while tasks.try_join_next().is_some() {}
         running.retain(|(_, task): &(u64, tokio::task::AbortHandle)| !task.is_finished());
@@ -94,7 +94,7 @@ where
             Message::Request(number, request) => {
                 let result = execute(request);
                 let task = tasks.spawn(async move {
-                    print(&Reply { reply_to: number, result: result.await });
+                    print_line(&Reply { reply_to: number, result: result.await });
                 });
                 running.push((number, task));
             }
@@ -199,7 +199,8 @@ mod tests {
     }
 
     fn assert_arrives<T: Serialize + DeserializeOwned + Debug>(result: &T) {
-        let line = to_line(&Reply { reply_to: 7, result: json_result(Ok::<_, BackendError>(result)) });
+        let line =
+            to_line(&Reply { reply_to: 7, result: json_result(Ok::<_, BackendError>(result)) });
         let read = serde_json::from_str::<Reply<BackendError>>(&line).unwrap();
         let read: T = serde_json::from_value(read.result.unwrap()).unwrap();
         assert_eq!(format!("{read:?}"), format!("{result:?}"), "{line}");

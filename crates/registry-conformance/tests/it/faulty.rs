@@ -106,7 +106,8 @@ async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
 #[tokio::test(start_paused = true)]
 async fn a_batch_that_fails_has_an_answer_for_each_claim() {
     let store = MemoryBackend::new();
-    let faulty = faulty_backend(&store, Faults::none().at_call(Operation::Renew, 1, Fault::LoseReply));
+    let faulty =
+        faulty_backend(&store, Faults::none().at_call(Operation::Renew, 1, Fault::LoseReply));
     let claims = [claim("a"), claim("b"), claim("c")];
     for claim in &claims {
         faulty.try_acquire(claim).await.unwrap();

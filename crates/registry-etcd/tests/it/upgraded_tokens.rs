@@ -48,7 +48,8 @@ async fn all_claims_behind_an_upgraded_one_have_larger_tokens() {
             queue.push(queued_claim(mode));
             assert_busy(&second, queue.last().unwrap()).await;
         }
-        let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(token);
+        let upgrade =
+            upgradable.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(token);
         let upgraded = granted(&first, &upgrade).await;
         queue.push(queued_claim(ClaimMode::Upgradable));
         assert_busy(&second, queue.last().unwrap()).await;
@@ -76,7 +77,8 @@ async fn claims_that_waited_through_a_downgrade_and_an_upgrade_have_larger_token
         queue.push(queued_claim(mode));
         assert_busy(&second, queue.last().unwrap()).await;
     }
-    let downgrade = exclusive.clone().converted_to(ClaimMode::Upgradable).restricted_to_grant(token);
+    let downgrade =
+        exclusive.clone().converted_to(ClaimMode::Upgradable).restricted_to_grant(token);
     assert_eq!(granted(&first, &downgrade).await, token);
     for mode in modes {
         queue.push(queued_claim(mode));

@@ -29,7 +29,7 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
-    Answer, PURGE_BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
+    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows, PURGE_BATCH_ROWS,
     QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value,
     WakeupSource,
 };
@@ -195,7 +195,8 @@ impl Dialect for MySql {
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
         let min_age = Value::Number(micros(store.settings().purge_after));
-        let values = [Value::bytes(&start), Value::Number(i64::from(PURGE_BATCH_ROWS)), min_age.clone()];
+        let values =
+            [Value::bytes(&start), Value::Number(i64::from(PURGE_BATCH_ROWS)), min_age.clone()];
         let rows = store.query(&texts.purge_candidates, values).await?;
         let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
         let mut token: Option<i64> = None;

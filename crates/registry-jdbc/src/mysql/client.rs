@@ -1,7 +1,6 @@
 //! Connections to the server.
 
 use futures_util::FutureExt as _;
-use registry_core::BackendError;
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row as _};
 
@@ -9,8 +8,8 @@ use super::config::MySqlConfig;
 use super::sql;
 use super::statement::send;
 use crate::server::{
-    Answer, ConnectionPool, ConnectionUse, QueryMode, ServerErrors as _, SessionFailure, SqlClient,
-    Statement, StatementText, Value, session_failure,
+    Answer, ConnectionPool, QueryMode, ServerErrors as _, SessionFailure, SqlClient, Statement,
+    StatementText, Value, session_failure,
 };
 
 pub(crate) type MySqlClient = SqlClient<MySql>;

@@ -20,14 +20,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use registry_core::{BackendError, Busy, Claim, Key, Waiters, WakeCheck};
-use sqlx::Row;
+use sqlx::{MySql, Row};
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::client::MySqlClient;
 use super::sql;
 use super::statement::PollStatements;
-use crate::server::{ConnectionUse, RowId};
+use crate::server::{ConnectionUse, RowId, ServerErrors as _};
 
 /// The pause between two polls of a key is the wait so far divided by this number.
 const PAUSE_DIVISOR: u32 = 8;

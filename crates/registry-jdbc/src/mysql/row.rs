@@ -13,7 +13,7 @@ use super::client::{read, send_once};
 use super::error;
 use super::release_poller;
 use super::sql;
-use super::statement::{send_plain, send};
+use super::statement::{send, send_plain};
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
     ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
@@ -197,7 +197,8 @@ impl SessionProtocol for MySqlRowProtocol {
     ) -> Result<(), SessionFailure> {
         // If the transaction has ended, the statement fails, because its savepoint no longer
         // exists.
-        let rows = send_plain(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
+        let rows =
+            send_plain(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let expected_id = connected.transaction.as_ref().map(|held| held.connection_id);
         if Some(read::<u64>(row, 0)?) != expected_id {

@@ -28,7 +28,7 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
-    Answer, PURGE_BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
+    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows, PURGE_BATCH_ROWS,
     QueryMode, Resend, RowId, SqlClient, SqlMode, Statement, StatementText, Store, Value,
     WakeupSource,
 };

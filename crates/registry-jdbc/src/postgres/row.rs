@@ -12,7 +12,7 @@ use sqlx::{Postgres, Row as _};
 
 use super::backend::PgLeaseTable;
 use super::error::{self, row_locked};
-use super::statement::{send_plain, send};
+use super::statement::{send, send_plain};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, RowLockConnections, RowLockPermit, ServerErrors as _,

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::backend::PgLeaseTable;
 use super::client;
 use super::error::{self, corrupt};
-use super::statement::{send_plain, send};
+use super::statement::{send, send_plain};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionProtocol,
@@ -90,8 +90,10 @@ impl PgSessionProtocol {
     async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
         let config = &self.rows.store.config;
         let mut connection = client::connect(config).await?;
-        let query =
-            timeout(config.settings.connect_timeout, send_plain(&mut connection, CHECK_SESSION.into()));
+        let query = timeout(
+            config.settings.connect_timeout,
+            send_plain(&mut connection, CHECK_SESSION.into()),
+        );
         let rows = query
             .await
             .map_err(|_| error::not_connected(PoolError::TimedOut))?

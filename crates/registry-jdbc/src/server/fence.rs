@@ -40,7 +40,8 @@ async fn fence<D: SpringDialect>(
         }
         Locks::Spring(spring) => spring.fence(claim, token),
     };
-    let found = D::send_plain(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
+    let found =
+        D::send_plain(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
     match found.first().map(|row| D::flag(row, 0)).transpose().map_err(classify::<D>)? {
         None => Err(explain_missing_row(guard, backend, transaction).await),
         // The snapshot is older than the grant, so reads after the fence would return rows that the

@@ -284,7 +284,7 @@ impl<D: Dialect> LeaseTable<D> {
             return Ok(None);
         };
         let values = [
-            self.id(claim.key()),
+            self.id_value(claim.key()),
             Value::token_block(claim),
             Value::lease(claim),
             Value::bytes(entry.id_and_mode.as_bytes()),
@@ -419,7 +419,7 @@ impl<D: Dialect> LeaseTable<D> {
     /// Ends the grant of `claim` if its record has no other entry.
     async fn release_single_claim(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut values =
-            vec![self.id(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
+            vec![self.id_value(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
         values.extend(self.wakeups.notification(self.row_id(claim.key())));
         let statement =
             Statement::new(&self.statements().release_single_claim, values).with_at_most_one_row();
@@ -464,7 +464,7 @@ impl<D: Dialect> LeaseTable<D> {
         key: &Key,
         connection_use: ConnectionUse,
     ) -> Result<StoredRow, BackendError> {
-        let statement = Statement::new(&self.statements().read_row, [self.id(key)]);
+        let statement = Statement::new(&self.statements().read_row, [self.id_value(key)]);
         let rows = self.store.client.query(connection_use, &statement).await?;
         let row = rows.first().ok_or_else(|| corrupt::<D>("the meta table has no row"))?;
         StoredRow::parse::<D>(row)
@@ -482,7 +482,7 @@ impl<D: Dialect> LeaseTable<D> {
         let columns = stored.after::<D>(change)?;
         let statements = self.statements();
         let mut values = vec![
-            self.id(key),
+            self.id_value(key),
             Value::MaybeBytes(columns.claim.clone()),
             Value::Number(columns.token),
             Value::Number(columns.token_block),

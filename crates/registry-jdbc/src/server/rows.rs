@@ -122,14 +122,14 @@ impl<D: Dialect> LeaseTable<D> {
         claim: &Claim,
         token: FencingToken,
     ) -> Statement<'a> {
-        let values = [self.id(claim.key()), Value::claim(claim), Value::token(token)];
+        let values = [self.id_value(claim.key()), Value::claim(claim), Value::token(token)];
         Statement::new(text, values)
     }
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key between the statements.
     async fn acquire(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
-        let id = self.id(claim.key());
+        let id = self.id_value(claim.key());
         let [token_block, label, lease] =
             [Value::token_block(claim), Value::label(claim), Value::lease(claim)];
         let statement = if self.recently_released.remove(self.row_id(claim.key())) {
@@ -216,14 +216,15 @@ impl<D: Dialect> LeaseTable<D> {
         key: &Key,
         connection_use: ConnectionUse,
     ) -> Result<Vec<D::Row>, BackendError> {
-        let statement = Statement::new(&self.statements().current_grant, [self.id(key)]);
+        let statement = Statement::new(&self.statements().current_grant, [self.id_value(key)]);
         self.store.client.query(connection_use, &statement).await
     }
 
     /// Ends the grant of a claim that is alone in its row.
     async fn release_exclusive(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
-        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::token_block(claim)];
+        let mut values =
+            vec![self.id_value(claim.key()), Value::claim(claim), Value::token_block(claim)];
         values.extend(self.wakeups.notification(id));
         let statement = Statement::new(&self.statements().release, values).with_at_most_one_row();
         let released = self.store.release(&statement).await?.release_outcome();
@@ -240,7 +241,7 @@ impl<D: Dialect> LeaseTable<D> {
         &self,
         key: Option<&Key>,
     ) -> Result<Vec<D::Row>, BackendError> {
-        let value = key.map_or_else(|| self.namespace_value(), |key| self.id(key));
+        let value = key.map_or_else(|| self.namespace_value(), |key| self.id_value(key));
         let RowStatements { holders, lease_holders_only, .. } = self.statements();
         match (self.store.query(holders.select(key), [value.clone()]).await, lease_holders_only) {
             (Err(error), Some(lease_holders)) if D::is_missing_holder_locks(&error) => {

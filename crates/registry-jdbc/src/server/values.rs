@@ -98,7 +98,7 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     pub(super) fn read_statement(&self, key: &Key) -> Statement<'_> {
-        Statement::new(&self.statements().values.read, [self.id(key)])
+        Statement::new(&self.statements().values.read, [self.id_value(key)])
     }
 
     pub(super) fn write_statement<'a>(
@@ -109,7 +109,7 @@ impl<D: Dialect> LeaseTable<D> {
         value: &[u8],
     ) -> Statement<'a> {
         let values = [
-            self.id(claim.key()),
+            self.id_value(claim.key()),
             Value::claim(claim),
             Value::token(token),
             Value::entry_prefix(claim),

@@ -64,7 +64,7 @@ impl<D: SpringDialect> WaiterStore for SqlBackend<D> {
 impl<D: Dialect> LeaseTable<D> {
     async fn register(&self, claim: &Claim, waited_for: Duration) -> Result<(), BackendError> {
         let values = [
-            self.id(claim.key()),
+            self.id_value(claim.key()),
             self.namespace_value(),
             Value::key(claim.key()),
             Value::claim(claim),
@@ -78,7 +78,7 @@ impl<D: Dialect> LeaseTable<D> {
 
     async fn unregister(&self, claim: &Claim) -> Result<(), BackendError> {
         let statements = &self.statements().waiters;
-        let values = vec![self.id(claim.key()), Value::claim(claim)];
+        let values = vec![self.id_value(claim.key()), Value::claim(claim)];
         self.send(&statements.unregister, values).await?;
         purge::maybe_purge(claim, |_| self.send(&statements.purge, Vec::new())).await;
         Ok(())
@@ -93,7 +93,7 @@ impl<D: Dialect> LeaseTable<D> {
     async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
         let statements = &self.statements().waiters;
         let rows = match key {
-            Some(key) => self.store.query(&statements.of_key, [self.id(key)]).await?,
+            Some(key) => self.store.query(&statements.of_key, [self.id_value(key)]).await?,
             None => self.store.query(&statements.of_namespace, [self.namespace_value()]).await?,
         };
         rows.iter().map(decode_waiting::<D>).collect()

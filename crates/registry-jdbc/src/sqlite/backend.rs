@@ -23,9 +23,9 @@ use super::error::{FileMismatch, at_path, explain, fenced_transaction_open, is_b
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
 use super::records::MARKER;
+use super::release_watcher::SqliteReleaseWatcher;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
-use super::release_watcher::SqliteReleaseWatcher;
 
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///

@@ -192,8 +192,9 @@ fn check_file(path: &Path, resolved: &Path) -> Result<(), BackendError> {
     // An existing database also needs a writable folder, because SQLite creates and deletes the
     // log and the index in it.
     if !is_writable(folder) {
-        let message =
-            format!("this process has no write access to the folder {folder:?}; grant write access");
+        let message = format!(
+            "this process has no write access to the folder {folder:?}; grant write access"
+        );
         return Err(refused(path, Denied, &message));
     }
     Ok(())

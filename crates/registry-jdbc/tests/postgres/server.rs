@@ -4,8 +4,7 @@ use std::io;
 
 use registry_core::{Attempt, BackendError, Claim};
 pub(crate) use registry_jdbc::sqlx::postgres::{
-    PgConnectOptions as AppConnectOptions, PgConnection as Connection,
-    PgPoolOptions as PoolOptions,
+    PgConnectOptions as AppConnectOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{PostgresBackend as Backend, PostgresConfig as Config};
 use registry_jdbc::{SqlMode, StatementMode};

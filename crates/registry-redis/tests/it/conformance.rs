@@ -175,7 +175,7 @@ impl ServerSet for RedisQuorum {
 
     async fn restart(&mut self) {
         for server in self.servers_mut() {
-            server.restart().await;
+            server.restart().await.unwrap();
         }
     }
 
@@ -217,7 +217,7 @@ impl ServerSet for TlsServer {
     }
 
     async fn restart(&mut self) {
-        self.server.restart().await;
+        self.server.restart().await.unwrap();
     }
 
     async fn wipe(&mut self) {
@@ -252,7 +252,7 @@ macro_rules! layout {
             }
 
             async fn restart(&mut self) {
-                self.0.restart().await;
+                self.0.restart().await.unwrap();
             }
 
             async fn wipe(&mut self) {

@@ -58,7 +58,7 @@ pub trait FencedWriter: Debug + Send + Sync {
 }
 
 async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dyn FencedWriter>>) {
-    let recorder = Recorder::forwarding(host_clock(), process::id(), print);
+    let recorder = Recorder::forwarding(host_clock(), process::id(), print_line);
     let client = RecordingClient::new(&recorder, process::id());
     let server =
         Arc::new(HolderServer { registry, recorder, client, writer, locks: Mutex::default() });

@@ -139,7 +139,7 @@ impl Servers for CuratorLayout {
     }
 
     async fn restart(&mut self) {
-        self.0.restart().await;
+        self.0.restart().await.unwrap();
     }
 
     const ACCEPTS_ALL_KEYS: bool = false;
@@ -165,7 +165,7 @@ impl Servers for CuratorReadWrite {
     }
 
     async fn restart(&mut self) {
-        self.0.restart().await;
+        self.0.restart().await.unwrap();
     }
 
     const ACCEPTS_ALL_KEYS: bool = false;
@@ -191,7 +191,7 @@ impl Servers for CuratorSemaphore {
     }
 
     async fn restart(&mut self) {
-        self.0.restart().await;
+        self.0.restart().await.unwrap();
     }
 
     const ACCEPTS_ALL_KEYS: bool = false;

@@ -454,8 +454,14 @@ pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
                 .always(Operation::Renew, Fault::DelayReply(ms(3)))
                 .always(Operation::Release, Fault::DelayRequest(ms(3))),
         ),
-        lossy("acquire reply lost", Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply)),
-        lossy("release reply lost", Faults::none().at_call(Operation::Release, 1, Fault::LoseReply)),
+        lossy(
+            "acquire reply lost",
+            Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply),
+        ),
+        lossy(
+            "release reply lost",
+            Faults::none().at_call(Operation::Release, 1, Fault::LoseReply),
+        ),
         lossy("release lost", Faults::none().at_call(Operation::Release, 1, Fault::LoseRequest)),
     ]
 }

@@ -41,13 +41,15 @@ pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
         ("acquire lost", none().at_call(Operation::Acquire, 1, Fault::LoseRequest)),
         (
             "acquire reply lost three times",
-            (1..=3).fold(none(), |faults, n| faults.at_call(Operation::Acquire, n, Fault::LoseReply)),
+            (1..=3)
+                .fold(none(), |faults, n| faults.at_call(Operation::Acquire, n, Fault::LoseReply)),
         ),
         ("release reply lost", none().at_call(Operation::Release, 1, Fault::LoseReply)),
         ("release lost", none().at_call(Operation::Release, 1, Fault::LoseRequest)),
         (
             "acquire and release reply lost",
-            none().at_call(Operation::Acquire, 1, Fault::LoseReply).at_call(Operation::Release,
+            none().at_call(Operation::Acquire, 1, Fault::LoseReply).at_call(
+                Operation::Release,
                 1,
                 Fault::LoseReply,
             ),
@@ -68,11 +70,31 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
         ("no release reply arrives", none().always(Operation::Release, Fault::LoseReply), zero),
         ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
         ("no renewal reply arrives", none().always(Operation::Renew, Fault::LoseReply), zero),
-        ("acquire arrives late", none().at_call(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
-        ("acquire answers late", none().at_call(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
-        ("release arrives late", none().at_call(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
-        ("release answers late", none().at_call(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
-        ("renewal arrives late", none().at_call(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
+        (
+            "acquire arrives late",
+            none().at_call(Operation::Acquire, 1, Fault::DelayRequest(LATE)),
+            LATE,
+        ),
+        (
+            "acquire answers late",
+            none().at_call(Operation::Acquire, 1, Fault::DelayReply(LATE)),
+            LATE,
+        ),
+        (
+            "release arrives late",
+            none().at_call(Operation::Release, 1, Fault::DelayRequest(LATE)),
+            LATE,
+        ),
+        (
+            "release answers late",
+            none().at_call(Operation::Release, 1, Fault::DelayReply(LATE)),
+            LATE,
+        ),
+        (
+            "renewal arrives late",
+            none().at_call(Operation::Renew, 1, Fault::DelayRequest(LATE)),
+            LATE,
+        ),
         (
             "a grant that has expired when it arrives",
             none().at_call(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),

@@ -52,8 +52,11 @@ async fn every_topology_supports_tls() {
         .await;
     drop(setup);
     let cluster = RedisCluster::start_with(&options).await.unwrap();
-    assert_locks(&format!("{}?{}", cluster.url(), ca_query(&directory)), GuaranteeClass::BestEffort)
-        .await;
+    assert_locks(
+        &format!("{}?{}", cluster.url(), ca_query(&directory)),
+        GuaranteeClass::BestEffort,
+    )
+    .await;
 }
 
 #[tokio::test]

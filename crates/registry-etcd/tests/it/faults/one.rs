@@ -6,7 +6,9 @@ use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderRequest;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::{end_acquisition_without_reply, assert_a_suspended_holder_is_replaced};
+use registry_testkit::workload::{
+    assert_a_suspended_holder_is_replaced, end_acquisition_without_reply,
+};
 use registry_testkit::{assert_acquire_error, eventually, within};
 use tokio::time::{Instant, sleep};
 

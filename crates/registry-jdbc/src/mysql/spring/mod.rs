@@ -111,7 +111,7 @@ impl SpringDialect for MySql {
             // A fence locks both rows. The native row exists as long as the claim does.
             wait_for_fence(async || {
                 let text = &spring.store.statements.lock_row;
-                let unlocked = Statement::new(text, [spring.id(&lock_key)]);
+                let unlocked = Statement::new(text, [spring.id_value(&lock_key)]);
                 Ok(client.query(ConnectionUse::Release, &unlocked).await?.is_empty()
                     && spring.is_held_by(claim).await?)
             })

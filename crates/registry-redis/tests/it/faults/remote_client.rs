@@ -35,7 +35,8 @@ pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
     let workload = Workload::start(&config, LONG_LEASE).await;
     let successor = registry(&config, LONG_LEASE).await;
     let suspended = start_client_process(url).await;
-    let events = assert_a_suspended_holder_is_replaced(&workload, suspended, successor).await.unwrap();
+    let events =
+        assert_a_suspended_holder_is_replaced(&workload, suspended, successor).await.unwrap();
     let outcome = workload.end_with(servers, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other client was suspended");
     outcome

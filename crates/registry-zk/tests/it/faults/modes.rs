@@ -494,13 +494,15 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     grant(&second, &reader).await;
     let upgradable = claim(ClaimMode::Upgradable);
     let granted = grant(&first, &upgradable).await;
-    let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(granted.token);
+    let upgrade =
+        upgradable.clone().converted_to(ClaimMode::Exclusive).restricted_to_grant(granted.token);
     assert_busy(&first, &upgrade).await;
     assert_busy(&second, &claim(ClaimMode::Shared)).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
     let upgraded = grant(&first, &upgrade).await;
     assert_busy(&second, &claim(ClaimMode::Shared)).await;
-    let downgrade = upgradable.clone().converted_to(ClaimMode::Upgradable).restricted_to_grant(upgraded.token);
+    let downgrade =
+        upgradable.clone().converted_to(ClaimMode::Upgradable).restricted_to_grant(upgraded.token);
     grant(&first, &downgrade).await;
     grant(&second, &reader).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);

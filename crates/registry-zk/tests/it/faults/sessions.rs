@@ -7,7 +7,9 @@ use registry_core::election::{Election, Leadership, Term};
 use registry_core::{FencingToken, LockOptions, LockRegistryExt as _, LostReason};
 use registry_testkit::history::Window;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::{LONG, Workload, WorkloadOptions, assert_a_suspended_holder_is_replaced};
+use registry_testkit::workload::{
+    LONG, Workload, WorkloadOptions, assert_a_suspended_holder_is_replaced,
+};
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{assert_acquire_error, eventually, within};
 use tokio::sync::watch;
@@ -130,7 +132,8 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
     let workload = super::support::start_workload(&url, LONG_SESSION).await;
     let client = registry(&url, LONG_SESSION).await;
     let other_client = other_process::spawn_client(&url).await;
-    let events = assert_a_suspended_holder_is_replaced(&workload, other_client, client).await.unwrap();
+    let events =
+        assert_a_suspended_holder_is_replaced(&workload, other_client, client).await.unwrap();
     let new_client = registry(&url, SESSION).await;
     let outcome = workload.end(new_client, LONG, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other holder was suspended");
