@@ -416,9 +416,9 @@ impl Claim {
     }
 
     /// Returns the first token of the grant to which the conversion is
-    /// [restricted](Self::restricted_to_grant). A store changes nothing if the grant has neither this token
-    /// nor the requested mode. Otherwise, a late request could weaken a grant that was upgraded
-    /// since.
+    /// [restricted](Self::restricted_to_grant). A store changes nothing if the grant has neither
+    /// this token nor the requested mode. Otherwise, a late request could weaken a grant that was
+    /// upgraded since.
     #[must_use]
     pub fn token_before_conversion(&self) -> Option<FencingToken> {
         self.token_before_conversion

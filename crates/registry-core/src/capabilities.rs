@@ -162,7 +162,8 @@ impl RenewalPolicy {
         self
     }
 
-    /// Sets [`renews_whole_shard`](Self::renews_whole_shard): all claims of a shard are renewed together.
+    /// Sets [`renews_whole_shard`](Self::renews_whole_shard): all claims of a shard are renewed
+    /// together.
     #[must_use]
     pub const fn with_whole_shard(mut self) -> Self {
         self.renews_whole_shard = true;

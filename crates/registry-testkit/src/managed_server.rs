@@ -134,7 +134,8 @@ impl<S: ServerDescription> ManagedServer<S> {
     }
 
     /// Kills the server if it runs, and starts it with its previous data. Unlike
-    /// [`restart_without_waiting`](Self::restart_without_waiting), returns before the server can be paused.
+    /// [`restart_without_waiting`](Self::restart_without_waiting), returns before the server can be
+    /// paused.
     pub(crate) fn launch(&mut self) -> io::Result<()> {
         // Before the command is created, because the server may write its configuration file.
         self.kill();

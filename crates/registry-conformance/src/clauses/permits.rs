@@ -449,9 +449,9 @@ pub async fn units_out_of_range_are_refused_before_any_request(context: &TestCon
     assert_eq!(faulty.requests(), 0, "a request was sent");
 }
 
-/// Semaphores of one key that state different numbers of units return `LockError::UnitsMismatch` with
-/// both numbers while a permit is held, with and without a wait. Afterwards, the other number
-/// works.
+/// While a permit is held, a semaphore of the same key that states another number of units returns
+/// `LockError::UnitsMismatch` with both numbers, with and without a wait. Afterwards, the other
+/// number works.
 pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = semaphore(&local, 3).acquire().await.expect("a unit is free");
