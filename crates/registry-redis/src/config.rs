@@ -25,7 +25,7 @@ pub struct RedisConfig {
     pub(crate) namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
-    pub(crate) token_retention: Duration,
+    pub(crate) token_memory: Duration,
     pub(crate) durability: Durability,
     pub(crate) min_uptime: Duration,
     pem_files: PemFiles,
@@ -497,7 +497,7 @@ impl RedisConfig {
             namespace: None,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
-            token_retention: Duration::from_secs(24 * 60 * 60),
+            token_memory: Duration::from_secs(24 * 60 * 60),
             durability: Durability {
                 replicas: 0,
                 fsync: Fsync::NotRequired,
@@ -622,7 +622,7 @@ impl RedisConfig {
     /// is one day. Tokens grow even after that time, unless the server's clock goes backwards.
     #[must_use]
     pub fn with_token_memory(mut self, token_memory: Duration) -> Self {
-        self.token_retention = token_memory;
+        self.token_memory = token_memory;
         self
     }
 
@@ -685,7 +685,7 @@ impl RedisConfig {
     fn check_limits(&self) -> Result<(), OptionError> {
         for (option, value) in [
             ("connect_timeout", self.connect_timeout),
-            ("token_memory", self.token_retention),
+            ("token_memory", self.token_memory),
             ("replica_timeout", self.durability.limit),
             ("restart_guard", self.min_uptime),
         ] {
@@ -823,7 +823,7 @@ impl BackendConfig for RedisConfig {
             "timeout" => self.timeout_option = Some(parse_time(value)?),
             "layout" => self.layout = parse_choice(value, &LAYOUTS)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
-            "token_memory" => self.token_retention = parse_time(value)?,
+            "token_memory" => self.token_memory = parse_time(value)?,
             "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
             "replicas" => self.durability.replicas = parse_count(value)?,
             "fsync" => {
@@ -987,7 +987,7 @@ impl fmt::Debug for RedisConfig {
             .field("namespace", &self.namespace())
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
-            .field("token_memory", &self.token_retention)
+            .field("token_memory", &self.token_memory)
             .field("durability", &self.durability)
             .field("restart_guard", &self.min_uptime)
             .finish_non_exhaustive()

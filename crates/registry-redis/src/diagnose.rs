@@ -167,7 +167,7 @@ impl RedisStore {
             .arg(self.names.process_age_key())
             .arg(value)
             .arg("PX")
-            .arg(ceil_millis(self.token_retention));
+            .arg(ceil_millis(self.token_memory));
         self.connections.send_command(&node, &command).await.map(drop)
     }
 }

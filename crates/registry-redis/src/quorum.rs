@@ -555,9 +555,9 @@ impl QuorumMaster {
         if let Some(process) =
             self.observed_process().as_mut().filter(|process| process.run_id == run_id)
         {
-            // The stored age expires after `token_retention`. The client stores it again after half
+            // The stored age expires after `token_memory`. The client stores it again after half
             // that time.
-            process.verified_until = Some(Instant::now() + self.store.token_retention / 2);
+            process.verified_until = Some(Instant::now() + self.store.token_memory / 2);
         }
         Ok(true)
     }

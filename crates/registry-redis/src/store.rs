@@ -74,7 +74,7 @@ pub(crate) struct RedisStore {
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
     pub(crate) publish_command: &'static str,
-    pub(crate) token_retention: Duration,
+    pub(crate) token_memory: Duration,
     pub(crate) durability: Durability,
 }
 
@@ -113,7 +113,7 @@ impl RedisStore {
             is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
             is_single: matches!(config.servers, ServerAddresses::Single(_)),
             publish_command: if scheme.is_sharded { "SPUBLISH" } else { "PUBLISH" },
-            token_retention: config.token_retention,
+            token_memory: config.token_memory,
             durability: config.durability,
             names: scheme.names,
         }
@@ -606,7 +606,7 @@ impl RedisStore {
     /// the interval until the clock has passed the last reserved token.
     pub(crate) fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
-        ceil_millis(self.token_retention.max(claim.lease() * 2) + reserved)
+        ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
     }
 }
 
