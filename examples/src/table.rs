@@ -100,7 +100,7 @@ impl LockBackend for TableBackend {
                 Some(holder) if holder == claim.id() => {}
                 Some(_) => {
                     let busy = Busy::new().with_retry_after(row.until - now);
-                    return Attempt::Busy(busy.with_mark(*table.releases.borrow()));
+                    return Attempt::Busy(busy.with_seen_version(*table.releases.borrow()));
                 }
                 None => {
                     // Larger than every earlier token of this key, whether released or expired.
@@ -144,10 +144,10 @@ impl LockBackend for TableBackend {
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
-        // The mark is the count at the time of the `Busy` reply, so a release since then ends the
+        // The version is the count at the time of the `Busy` reply, so a release since then ends the
         // wait at once. A release of another key ends it too: the next attempt is then `Busy`.
         let mut releases = self.releases.clone();
-        if releases.wait_for(|count| *count > busy.mark).await.is_err() {
+        if releases.wait_for(|count| *count > busy.seen_version).await.is_err() {
             // The table has ended. The next poll returns that error.
             std::future::pending::<()>().await;
         }

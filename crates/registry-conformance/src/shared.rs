@@ -32,8 +32,9 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
     /// Opens a further client of this namespace with connections of its own.
     async fn client(&self, namespace: &str) -> Arc<dyn LockBackend>;
 
-    /// Returns what the servers lack beyond their clients' capabilities: any of
-    /// [`Need::Restart`], [`Need::Wipe`] and [`Need::GrantsOutliveClient`]. The default is nothing.
+    /// Returns the needs that the servers do not meet and that the clients' capabilities do not
+    /// state: any of [`Need::Restart`], [`Need::Wipe`] and [`Need::GrantsOutliveClient`]. The
+    /// default is none.
     fn lacks(&self) -> &[Need] {
         &[]
     }
@@ -51,13 +52,13 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
     /// Stops the servers and starts them again with their data. Called only on servers that no
     /// other clause uses. The default panics.
     async fn restart(&mut self) {
-        panic!("servers that cannot be restarted lack `Need::Restart`");
+        panic!("implement `restart`, or return `Need::Restart` from `lacks`");
     }
 
     /// Deletes all data, as a restart without persistence does. Called only on servers that no
     /// other clause uses. The default panics.
     async fn wipe(&mut self) {
-        panic!("servers that cannot be wiped lack `Need::Wipe`");
+        panic!("implement `wipe`, or return `Need::Wipe` from `lacks`");
     }
 
     /// See [`Store::break_claim`].

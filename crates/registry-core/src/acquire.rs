@@ -23,7 +23,7 @@ use crate::observed::ObservedCall;
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
-use crate::registration::Registration;
+use crate::registration::WaiterRegistration;
 use crate::stall_detector::Suspension;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
@@ -323,7 +323,7 @@ struct WaitState {
     holder_changed_at: Moment,
     /// The token of the last holder that the store named.
     last_token: Option<FencingToken>,
-    registration: Registration,
+    registration: WaiterRegistration,
 }
 
 /// Why an acquisition in the store ended without a guard and before its deadline.
@@ -450,7 +450,7 @@ impl Acquisition<'_> {
             wake_limiter: WakeRateLimiter::new(),
             holder_changed_at: Moment::now(),
             last_token: None,
-            registration: Registration::new(self.local_lock.engine(), pending.claim()),
+            registration: WaiterRegistration::new(self.local_lock.engine(), pending.claim()),
         };
         let mut first_outcome = match first {
             FirstAttempt::At(pause_end) => {
@@ -667,7 +667,7 @@ pub(crate) async fn wait_for_attempt(
     claim: Claim,
     busy: Busy,
     holder_changed_at: Moment,
-    registration: &mut Registration,
+    registration: &mut WaiterRegistration,
 ) -> Result<WokenBy, LockError> {
     let now = Moment::now();
     let wake_ups_only = mutated(Mutant::WakeUpOnly);

@@ -139,7 +139,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Waits until the lock that was `busy` may be free. May return early or never, because the
     /// engine also polls. The default never returns.
     ///
-    /// This call must not miss a change since the `busy` response; [`Busy::mark`] and
+    /// This call must not miss a change since the `busy` response; [`Busy::seen_version`] and
     /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, the future returns or
     /// stays pending. The next attempt then returns the error.
     ///
@@ -601,13 +601,13 @@ pub struct Busy {
     pub retry_after: Option<Duration>,
     /// A holder, if the store reported one in the same response.
     pub holder: Option<Holder>,
-    /// The claim has a place in the store's queue, which a release must remove.
+    /// The claim has an entry in the store's queue, which a release must remove.
     pub is_queued: bool,
     /// The number of units that the held permits state, if the claim states another number.
     pub units_in_store: Option<u32>,
     /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
-    pub mark: u64,
+    pub seen_version: u64,
     #[cfg_attr(feature = "serde", serde(skip))]
     wake_check: WakeCheckRef,
 }
@@ -633,7 +633,7 @@ impl Busy {
         self
     }
 
-    /// Sets that the claim has a place in the store's queue.
+    /// Sets that the claim has an entry in the store's queue.
     #[must_use]
     pub fn with_queue_entry(mut self) -> Self {
         self.is_queued = true;
@@ -647,10 +647,10 @@ impl Busy {
         self
     }
 
-    /// Sets the mark for [`LockBackend::wait`].
+    /// Sets the version of the record that the backend read, for [`LockBackend::wait`].
     #[must_use]
-    pub fn with_mark(mut self, mark: u64) -> Self {
-        self.mark = mark;
+    pub fn with_seen_version(mut self, seen_version: u64) -> Self {
+        self.seen_version = seen_version;
         self
     }
 

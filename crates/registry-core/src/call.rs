@@ -122,7 +122,7 @@ impl<T: Send + 'static> Call<T> {
     /// Waits for the response for at most `limit`. The call continues after `limit`.
     ///
     /// If the caller is not polled for `unpolled_max`, the background releaser completes the call.
-    pub(crate) async fn response_within_despite_stall(
+    pub(crate) async fn response_within_even_if_unpolled(
         self,
         limit: Duration,
         unpolled_max: Duration,
@@ -153,7 +153,7 @@ impl<T: Send + 'static> Call<T> {
 impl<T: Send + 'static> SuspendedState for Call<T> {
     type Replacement = T;
 
-    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
         let cell = Arc::clone(cell);
         self.complete_in_background(move |response| cell.resolve(response));
     }

@@ -11,7 +11,7 @@ use crate::error::{LockError, LostReason};
 use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
-use crate::registration::Registration;
+use crate::registration::WaiterRegistration;
 use crate::release::{PendingRelease, release_in_background};
 
 impl LockGuard {
@@ -31,7 +31,7 @@ impl LockGuard {
     pub async fn upgrade(self) -> Result<Self, LockError> {
         let key = self.key().to_owned();
         let upgraded = self.convert_until(ClaimMode::Exclusive, None).await?;
-        // Without a deadline, the wait ends only with a guard or an error.
+        // Unreachable: without a deadline, the upgrade is never withdrawn.
         upgraded.map_err(|_| LockError::Lost { key, reason: LostReason::Gone })
     }
 
@@ -101,7 +101,7 @@ impl Conversion {
         use ClaimMode::{Exclusive, Shared, Upgradable};
         let from = guard.mode();
         let engine = guard.hold().grant().engine();
-        // Only a store with upgradable claims converts claims. A store may have shared claims only.
+        // Only a store with upgradable claims converts claims. A store with shared claims may have no upgradable ones, and then converts none.
         engine.require_mode(Upgradable)?;
         engine.require_mode(to)?;
         let problem = match (from, to) {
@@ -109,7 +109,7 @@ impl Conversion {
             | (Exclusive, Upgradable)
             | (Exclusive | Upgradable, Shared) => {
                 let hold = guard.into_hold();
-                if hold.suspend_guards() {
+                if hold.try_forbid_reentry() {
                     return Ok(Self { hold: Some(hold), to });
                 }
                 let guard = LockGuard::new(hold);
@@ -130,7 +130,7 @@ impl Conversion {
     /// Ends this conversion without a change, and returns the guard.
     fn into_guard(mut self) -> LockGuard {
         let hold = self.hold.take().expect("the hold is present until the conversion ends");
-        hold.resume_guards();
+        hold.allow_reentry();
         LockGuard::new(hold)
     }
 
@@ -147,19 +147,20 @@ impl Conversion {
         let key = claim.key().clone();
         let mut failures = 0;
         let waiting_since = Moment::now();
-        let mut registration = Registration::new(&engine, &claim);
+        let mut registration = WaiterRegistration::new(&engine, &claim);
         // Ends with the conversion, at the deadline, with a permanent error, or with the lease.
         loop {
             if let Some(reason) = grant.loss() {
                 return Err(lost_error(&key, reason));
             }
-            let (sent_at, epoch) = (Moment::now(), grant.local_lock().epoch());
+            let (sent_at, invalidation_epoch) =
+                (Moment::now(), grant.local_lock().invalidation_epoch());
             let limit = engine.defaults.operation_timeout;
             let call = engine.try_acquire(claim.clone());
-            let response = call.response_within_despite_stall(limit, grant.lease_length()).await;
+            let response = call.response_within_even_if_unpolled(limit, grant.lease_length()).await;
             let error = match response.unwrap_or_else(|| Err(engine.no_response_error())) {
                 Ok(Attempt::Granted(granted)) => {
-                    let converted = grant.convert(claim, granted, sent_at, epoch);
+                    let converted = grant.convert(claim, granted, sent_at, invalidation_epoch);
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
                     let old_hold = self.hold.take().expect("the hold is present until now");
                     // After a hand-over, the token of the hold is not the first of its grant.
@@ -232,7 +233,7 @@ impl Conversion {
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(same_mode);
-        drop(call.response_within_despite_stall(limit, grant.lease_length()).await);
+        drop(call.response_within_even_if_unpolled(limit, grant.lease_length()).await);
         Ok(Err(self.into_guard()))
     }
 }
@@ -243,7 +244,7 @@ impl Drop for Conversion {
             // A request in flight may still convert the claim to a weaker mode. After a hand-over,
             // the store would then let other clients share the lock of the next holder.
             let _ = hold.grant().exclude_from_hand_over();
-            hold.resume_guards();
+            hold.allow_reentry();
             drop(LockGuard::new(hold));
         }
     }

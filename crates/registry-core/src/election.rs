@@ -151,8 +151,8 @@ impl Election {
     /// and campaigns again. After a store error, the engine emits an event, and the candidate
     /// retries.
     ///
-    /// If the term is lost, `work` is dropped at its current `.await`. `work` can also await
-    /// [`Term::lost`] to clean up, but must not write without the fencing token. After
+    /// If the term is lost, `work` is dropped at its current `.await`. To clean up after a loss,
+    /// await [`Term::lost`] in another task, which must not write without the fencing token. After
     /// [`step_down`](Self::step_down), and while the registry closes, `work` has the rest of the
     /// lease to end. `run` of a clone waits until this call ends.
     ///
@@ -235,8 +235,9 @@ impl Election {
     }
 
     /// Campaigns until this candidate leads, runs `work` for one term, and steps down. Returns the
-    /// output of `work`, or `None` if `work` did not end in time after
-    /// [`step_down`](Self::step_down) and was dropped.
+    /// output of `work`. Returns `None` if `work` was dropped because it did not end in time after
+    /// [`step_down`](Self::step_down) or while the registry closed, and if `step_down` was called
+    /// during the campaign, so that `work` did not start.
     ///
     /// # Errors
     /// As [`DistributedLock::lock`]: a store error that lasts for the length of a lease is
@@ -254,13 +255,13 @@ impl Election {
         let stop = StopSignal::install(&self.candidate, stop);
         let engine = self.lock.local_lock()?.engine();
         engine.emit(|| LockEvent::Campaigning { key: self.role() });
-        let (guard, vacancy) = self.campaign().await?;
+        let (guard, vacant_record) = self.campaign().await?;
         if !guard.is_held() {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
-        // Read before `Leader` is sent: a step-down after that stops the work, but does not prevent
-        // its start.
+        // This flag is read before `Leader` is sent. A later step-down stops the work, but the work
+        // still starts.
         let stops_before_work = *stopping.borrow();
         // Ended last, so that `Follower` is sent after the work has ended and the lock is released.
         // If this future is dropped, the background releaser sends `Follower`.
@@ -287,7 +288,7 @@ impl Election {
         if output.is_ok() {
             // Without the record, observers detect the vacancy because the lock has no holder. The
             // engine emits a failed release as an event, and repeats it.
-            _ = guard.set_value(vacancy.record()).await;
+            _ = guard.set_value(vacant_record.to_bytes()).await;
             _ = guard.unlock().await;
         }
         reported.end();
@@ -312,7 +313,7 @@ impl Election {
     /// [`run`](Self::run).
     ///
     /// The caller ends its work when the guard is lost. To step down, it first ends its work,
-    /// writes [`Vacancy::record`] with [`LockGuard::set_value`], and then unlocks the guard.
+    /// writes [`VacantRecord::record`] with [`LockGuard::set_value`], and then unlocks the guard.
     /// `campaign` sends nothing to [`leadership`](Self::leadership).
     ///
     /// # Errors
@@ -320,7 +321,7 @@ impl Election {
     ///
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
-    pub async fn campaign(&self) -> Result<(LockGuard, Vacancy), LockError> {
+    pub async fn campaign(&self) -> Result<(LockGuard, VacantRecord), LockError> {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
@@ -338,7 +339,7 @@ impl Election {
         let label = guard.claim().label().map(str::to_owned);
         let record = Record { leads: true, since: now, label, data: self.data.to_vec() };
         guard.set_value_while_held(record.to_bytes()).await?;
-        Ok((guard, Vacancy { time_at_read: now, read_at }))
+        Ok((guard, VacantRecord { time_at_read: now, read_at }))
     }
 
     /// Acquires the lock of the role. The owner is new, because two candidates of one owner would
@@ -363,9 +364,10 @@ impl Election {
         }
     }
 
-    /// Holds the shared lock of the candidates until the future is dropped. The owner is new,
-    /// because a candidate that re-enters the lock does not announce its own priority. Without the
-    /// lock, the candidate campaigns nevertheless, so errors are only retried.
+    /// Holds the shared lock of the candidates until the future is dropped. Each call uses a new
+    /// owner: with a shared owner, the candidate would re-enter the hold of another candidate, whose
+    /// label is another priority. Without the lock, the candidate campaigns nevertheless, so errors
+    /// are only retried.
     async fn announce(&self, priority: u32) -> Infallible {
         let mut options = LockOptions::new().label(priority.to_string()).owner(&Owner::new());
         options.lease = self.options.lease;
@@ -499,13 +501,13 @@ impl Candidate {
 /// Creates the value block of a vacant role, which a leader writes when it steps down. From
 /// [`Election::campaign`].
 #[derive(Debug, Clone, Copy)]
-pub struct Vacancy {
+pub struct VacantRecord {
     /// The store's time at `read_at`.
     time_at_read: SystemTime,
     read_at: Moment,
 }
 
-impl Vacancy {
+impl VacantRecord {
     /// Returns the value block of a vacant role, with the current time.
     #[must_use]
     pub fn record(&self) -> Vec<u8> {

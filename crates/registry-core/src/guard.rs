@@ -153,7 +153,7 @@ impl LockGuard {
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
-        let response = engine.renew(claim).response_within_despite_stall(limit, lease).await;
+        let response = engine.renew(claim).response_within_even_if_unpolled(limit, lease).await;
         match response.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
@@ -475,7 +475,7 @@ async fn wait_for_outcome(
     unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    match job.response_within_despite_stall(limit, unpolled_max).await {
+    match job.response_within_even_if_unpolled(limit, unpolled_max).await {
         Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
         Some(ReleaseOutcome::NotHeld) => Err(lost_error(key, LostReason::Gone)),
@@ -499,7 +499,7 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
-        _ = job.response_within_despite_stall(limit, unpolled_max) => Ok(()),
+        _ = job.response_within_even_if_unpolled(limit, unpolled_max) => Ok(()),
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
         outcome = first_renewal => outcome.unwrap_or(Ok(())),
@@ -685,12 +685,12 @@ impl Hold {
 
     /// Prevents re-entry while the only guard is being converted. Returns false, and changes
     /// nothing, if there are other guards.
-    pub(crate) fn suspend_guards(&self) -> bool {
+    pub(crate) fn try_forbid_reentry(&self) -> bool {
         self.guards.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Reverts [`suspend_guards`](Self::suspend_guards).
-    pub(crate) fn resume_guards(&self) {
+    /// Reverts [`try_forbid_reentry`](Self::try_forbid_reentry).
+    pub(crate) fn allow_reentry(&self) {
         self.guards.store(1, Ordering::Release);
     }
 

@@ -52,12 +52,12 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. This count is separate, so that
     /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
-    /// The number of times that the interval between verifications has doubled since invalidations
-    /// last paused.
+    /// How often the interval between verifications has doubled. Reset when an invalidation arrives
+    /// after a pause.
     interval_doublings: u32,
     verification: Verification,
-    /// The time of the verification that needs no invalidation. `FUTURE` if the store needs no such
-    /// verification, or once the store has confirmed the claim.
+    /// The time of one verification that is sent even without an invalidation. `FUTURE` if the store
+    /// needs none, or once the store has confirmed the claim.
     first_verification_at: Moment,
     /// The last request was a verification.
     last_was_verification: bool,
@@ -335,8 +335,8 @@ impl Lease {
         VERIFICATION_INTERVAL_MIN.saturating_mul(1 << self.interval_doublings.min(6)).min(longest)
     }
 
-    /// Returns the pause after a failed request. About a dozen attempts fit into the remaining two
-    /// thirds of the lease.
+    /// Returns the pause after a failed request. At least a dozen attempts fit into the remaining
+    /// two thirds of the lease.
     pub(crate) fn retry_pause(&self) -> Duration {
         (self.length() / 20).min(Duration::from_secs(1))
     }

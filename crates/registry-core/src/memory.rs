@@ -300,7 +300,7 @@ impl LockBackend for MemoryBackend {
             // The waiter subscribes while the record is locked, so that it misses no change.
             let (changed, is_exclusive) = match self.0.records.get_mut(claim.key()).as_deref_mut() {
                 Some(MemoryRecord::Exclusive(grant))
-                    if grant.token.get() == busy.mark && grant.is_live(Moment::now()) =>
+                    if grant.token.get() == busy.seen_version && grant.is_live(Moment::now()) =>
                 {
                     let ended = grant.ended.get_or_insert_with(Arc::default);
                     (Arc::clone(ended).notified_owned(), true)
@@ -459,7 +459,7 @@ impl WakeCheck for MemoryState {
         // engine polls at that time.
         self.records.get(claim.key()).is_some_and(|record| match &*record {
             MemoryRecord::Exclusive(grant) => {
-                grant.token.get() == busy.mark && grant.ended.is_some()
+                grant.token.get() == busy.seen_version && grant.ended.is_some()
             }
             // One of several grants may expire before the last one, without a notification.
             MemoryRecord::Several(_) => false,
@@ -485,7 +485,7 @@ impl MemoryState {
                         let busy = Busy::new()
                             .with_retry_after(grant.until.since(now))
                             .with_holder(grant.holder(claim.key(), now))
-                            .with_mark(grant.token.get());
+                            .with_seen_version(grant.token.get());
                         return Ok(Attempt::Busy(busy));
                     }
                     self.mark_tokens_used(grant, grant.block);

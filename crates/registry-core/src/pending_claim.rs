@@ -323,7 +323,7 @@ pub(crate) struct Abandoned;
 impl SuspendedState for PendingClaim {
     type Replacement = Abandoned;
 
-    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
         catch_panic(|| drop(self));
         cell.resolve(Abandoned);
     }

@@ -104,7 +104,7 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
 impl SuspendedState for LocalPermit {
     type Replacement = ();
 
-    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
         drop(self);
         cell.resolve(());
     }

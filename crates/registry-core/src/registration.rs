@@ -15,7 +15,7 @@ use crate::engine::{Engine, backoff};
 
 /// The registration of one wait. When it is dropped, the background releaser removes the
 /// registration from the store.
-pub(crate) struct Registration {
+pub(crate) struct WaiterRegistration {
     engine: Arc<Engine>,
     claim: Claim,
     since: Moment,
@@ -31,7 +31,7 @@ struct RegisterRequest {
     is_registered: bool,
 }
 
-impl Registration {
+impl WaiterRegistration {
     /// Creates the registration when a wait begins. Sends no request.
     pub(crate) fn new(engine: &Arc<Engine>, claim: &Claim) -> Self {
         Self {
@@ -85,7 +85,7 @@ impl RegisterRequest {
     }
 }
 
-impl Drop for Registration {
+impl Drop for WaiterRegistration {
     fn drop(&mut self) {
         let Some(request) = self.last_request.take() else { return };
         let (backend, claim) = (Arc::clone(&self.engine.backend), self.claim.clone());

@@ -112,8 +112,8 @@ impl StallDetector {
         let mut due = Vec::new();
         for (id, entry) in &mut registrations.by_id {
             if entry.next_check_at <= now {
-                // The next check is slightly earlier than the interval, so that a round of the same
-                // length does not skip the object.
+                // The next check is due slightly before the interval ends. Otherwise, a round that
+                // comes exactly one interval later could find the object not yet due.
                 entry.next_check_at = now.after(entry.check_interval - entry.check_interval / 8);
                 due.push((*id, Weak::clone(&entry.object)));
             }
@@ -160,7 +160,7 @@ pub(crate) trait SuspendedState: Send + Sized + 'static {
     /// Abandons or completes the future's work, because the future was not polled for
     /// `unpolled_max`. The implementation passes the replacement to [`SuspensionCell::resolve`] of
     /// `cell`.
-    fn abandon(self, cell: &Arc<SuspensionCell<Self>>);
+    fn take_over(self, cell: &Arc<SuspensionCell<Self>>);
 }
 
 /// The cell that contains the state of a future. The stall detector takes the state if the future
@@ -281,7 +281,7 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
         let taken = mem::replace(&mut *content, CellContent::Abandoned(None));
         drop(content);
         if let CellContent::State(state) = taken {
-            state.abandon(&self);
+            state.take_over(&self);
         }
         false
     }

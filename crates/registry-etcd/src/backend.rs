@@ -225,7 +225,7 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.wait_for_predecessor(claim, busy.mark).await;
+        self.wait_for_predecessor(claim, busy.seen_version).await;
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
@@ -272,7 +272,7 @@ impl LockAdmin for EtcdBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        for _ in 0..ATTEMPTS_MAX {
+        for _ in 0..TRIES_MAX {
             let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
             let ended = modes::granted_or_upgrading(entries);
             if ended.is_empty() {
@@ -294,7 +294,7 @@ impl LockAdmin for EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {ATTEMPTS_MAX} attempts, the holder of the lock changed each time; retry"
+            "etcd: in {TRIES_MAX} attempts, the holder of the lock changed each time; retry"
         ))
         .with_address(Arc::clone(&self.addresses))
         .as_refused())
@@ -343,7 +343,7 @@ const BATCH_MAX: usize = 100;
 /// The maximum number of keys per page.
 const PAGE_SIZE: i64 = 1_000;
 /// The maximum number of attempts for an operation that concurrent changes may invalidate.
-pub(crate) const ATTEMPTS_MAX: usize = 4;
+pub(crate) const TRIES_MAX: usize = 4;
 
 #[async_trait]
 impl OpenBackend for EtcdConfig {

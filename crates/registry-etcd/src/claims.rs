@@ -34,8 +34,9 @@ pub(crate) struct ClaimEntry {
     /// The start of the grant delay. Set when the entry becomes first after a holder that may not
     /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
-    /// An earlier request for this entry may still take effect.
-    pub(crate) has_unresolved_request: bool,
+    /// The lease must not return to the pool: an earlier request for this entry may still take
+    /// effect, or the entry is named after another lease.
+    pub(crate) must_not_recycle: bool,
     /// The predecessor in the queue, if the last read found one.
     pub(crate) predecessor: Option<Predecessor>,
     /// The watch on the entry's own key, while the claim holds the lock.
@@ -83,7 +84,7 @@ impl ClaimEntry {
             is_granted: false,
             later_token: None,
             delayed_since: None,
-            has_unresolved_request: false,
+            must_not_recycle: false,
             predecessor: None,
             own_watch: None,
             tombstone_lease: None,
@@ -136,7 +137,7 @@ impl ClaimEntry {
             create_revision: Some(key.create_revision),
             is_granted: false,
             delayed_since: None,
-            has_unresolved_request: false,
+            must_not_recycle: false,
             predecessor: None,
             own_watch: None,
             tombstone_lease: None,

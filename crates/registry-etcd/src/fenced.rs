@@ -13,7 +13,7 @@ use crate::txn::{self, TxnResults};
 /// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
     /// Starts a transaction that is executed only if this guard still holds the lock. Guards of all
-    /// modes can fence. The cluster compares the creation revision of the guard's own key.
+    /// modes can fence. The cluster compares the creation revision of the guard's queue entry.
     ///
     /// A lease does not protect a write of a process that is suspended and resumes after the lease
     /// has ended. The cluster does not execute a transaction of such a former holder.
@@ -69,7 +69,7 @@ pub enum FenceError {
         /// The lock's key.
         key: String,
     },
-    /// The cluster returned a store error. Unless it is [refused](BackendError::refused), the
+    /// The request failed. Unless it is [refused](BackendError::refused), the
     /// transaction may or may not have been executed.
     #[error("fenced transaction on {key:?} failed")]
     #[non_exhaustive]

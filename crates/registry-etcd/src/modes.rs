@@ -10,14 +10,14 @@ use registry_core::{
 };
 use tokio::time::sleep;
 
-use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
+use crate::backend::{EtcdBackend, TRIES_MAX};
 use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
 use crate::error::CallError;
 use crate::keep_alive::LeaseStatus;
 use crate::lease::ttl_seconds;
 use crate::names::KeyNames;
 use crate::proto::KeyValue;
-use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token, mark_of};
+use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token, version_of};
 use crate::record::{self, EntryRecord};
 use crate::txn::{self, AppendIf, TxnResults};
 use crate::watcher::WatchScope;
@@ -490,7 +490,7 @@ impl EtcdBackend {
                 let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
                 upgrade.reader = Some(predecessor.with_watch_from(old_reader.as_mut()));
                 let busy = busy_with_holder(claim, reader).with_queue_entry();
-                return Ok(Conversion::Busy(busy.with_mark(mark_of(reader))));
+                return Ok(Conversion::Busy(busy.with_seen_version(version_of(reader))));
             }
         };
         let lost = snapshot.lost_tombstones(&self.names, &entry.name);
@@ -538,7 +538,7 @@ impl EtcdBackend {
     /// remains.
     async fn grant_converted(&self, claim: &Claim, token: i64) -> Result<Attempt, BackendError> {
         let token = fencing_token(token)?;
-        for _ in 0..ATTEMPTS_MAX {
+        for _ in 0..TRIES_MAX {
             let remaining = {
                 let entry_guard = self.claims.lock_entry(claim).await;
                 entry_guard.as_ref().map(|entry| entry.lease.remaining())
@@ -626,8 +626,8 @@ fn busy_in(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy 
     };
     match position {
         QueuePosition::UnitsMismatch(of) => busy.with_units_in_store(of),
-        QueuePosition::Behind(nearest) => busy.with_mark(mark_of(&before[nearest])),
-        _ => busy.with_mark(before.last().map_or(0, mark_of)),
+        QueuePosition::Behind(nearest) => busy.with_seen_version(version_of(&before[nearest])),
+        _ => busy.with_seen_version(before.last().map_or(0, version_of)),
     }
 }
 

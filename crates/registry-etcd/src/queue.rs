@@ -14,7 +14,7 @@ use registry_core::{
 };
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
+use crate::backend::{EtcdBackend, TRIES_MAX};
 use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
 use crate::client::RequestLimits;
 use crate::error::{CallError, protocol_error};
@@ -79,7 +79,7 @@ impl EtcdBackend {
             return self.convert(claim).await;
         }
         let mut entry_guard = self.claims.lock_entry(claim).await;
-        for _ in 0..ATTEMPTS_MAX {
+        for _ in 0..TRIES_MAX {
             let step = match &mut *entry_guard {
                 Some(entry) if entry.create_revision.is_some() => {
                     self.read_position(claim, &mut entry_guard).await?
@@ -91,7 +91,7 @@ impl EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {ATTEMPTS_MAX} attempts, the leases expired before they were used; use longer leases or check the members' load"
+            "etcd: in {TRIES_MAX} attempts, the leases expired before they were used; use longer leases or check the members' load"
         )))
     }
 
@@ -211,7 +211,7 @@ impl EtcdBackend {
             return self.adopt_entry(claim, entry_guard, first_entry).await;
         }
         Ok(QueueStep::Done(Attempt::Busy(
-            busy_with_holder(claim, &first_entry).with_mark(mark_of(&first_entry)),
+            busy_with_holder(claim, &first_entry).with_seen_version(version_of(&first_entry)),
         )))
     }
 
@@ -468,8 +468,8 @@ impl EtcdBackend {
             Some(predecessor) => {
                 let busy = first_entry
                     .map_or_else(Busy::new, |first_entry| busy_with_holder(claim, first_entry));
-                let mark = u64::try_from(predecessor.create_revision).unwrap_or(0);
-                let busy = busy.with_queue_entry().with_mark(mark);
+                let version = u64::try_from(predecessor.create_revision).unwrap_or(0);
+                let busy = busy.with_queue_entry().with_seen_version(version);
                 predecessor.last_busy = first_entry.map(|_| (busy.clone(), Moment::now()));
                 Ok(Attempt::Busy(busy))
             }
@@ -534,9 +534,9 @@ impl EtcdBackend {
         error: BackendError,
     ) -> BackendError {
         if !error.refused() {
-            entry.has_unresolved_request = true;
+            entry.must_not_recycle = true;
         }
-        if entry.has_unresolved_request {
+        if entry.must_not_recycle {
             **entry_guard = Some(entry);
             return error.as_unknown();
         }
@@ -547,7 +547,7 @@ impl EtcdBackend {
     /// Returns to the pool the lease of an entry that was not created. Caches the entry instead if
     /// an earlier request may still create it.
     pub(crate) fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
-        if entry.has_unresolved_request {
+        if entry.must_not_recycle {
             **entry_guard = Some(entry);
         } else {
             self.recycle_lease(entry);
@@ -561,7 +561,7 @@ impl EtcdBackend {
             self.pool.revoke_later(upgrade.lease.id);
         }
         match entry.ttl_seconds {
-            Some(ttl_seconds) if !entry.has_unresolved_request => {
+            Some(ttl_seconds) if !entry.must_not_recycle => {
                 self.pool.release(ttl_seconds, entry.lease)
             }
             _ => self.abandon(entry),
@@ -809,8 +809,8 @@ pub(crate) fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
     Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 
-/// Returns the mark of a claim that waits for `entry`: the creation revision of `entry`.
-pub(crate) fn mark_of(entry: &KeyValue) -> u64 {
+/// Returns the version of a claim that waits for `entry`: the creation revision of `entry`.
+pub(crate) fn version_of(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
 

@@ -1,5 +1,6 @@
-//! Renews claims. Extends each lease, then reads all keys in one transaction. The read verifies
-//! that the keys exist. The response of a majority also confirms the extensions.
+//! Renews claims. Extends each lease, then reads all keys in one transaction, or in several if they
+//! do not fit. The read verifies that the keys exist. A majority answers the read, so its response
+//! also confirms the extensions.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -279,10 +280,10 @@ impl EtcdBackend {
     /// Replaces the lease of an entry by `lease`, to which its key is attached.
     fn replace_lease(&self, entry: &mut ClaimEntry, lease: EtcdLease, ttl_seconds: Option<i64>) {
         let previous = std::mem::replace(&mut entry.lease, lease);
-        // The key's name contains the id of the previous lease, so no other entry may reuse the new
-        // lease.
-        entry.has_unresolved_request = true;
-        // The lease of the tombstone is unknown until the next renewal writes the tombstone.
+        // The pool reuses a lease only for an entry that is named after it. This entry keeps the
+        // name of its previous lease, so its new lease must not return to the pool.
+        entry.must_not_recycle = true;
+        // Unknown, unless this renewal has written the tombstone.
         entry.tombstone_lease = None;
         if entry.ttl_seconds.is_some() && previous.id != entry.lease.id {
             self.pool.revoke_later(previous.id);

@@ -113,7 +113,7 @@ impl RedisBackend {
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
             AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
-                let mut busy = Busy::new().with_mark(event_seq).with_holder(holder);
+                let mut busy = Busy::new().with_seen_version(event_seq).with_holder(holder);
                 // A Spring peer with a spin lock publishes no release, so the engine must keep
                 // polling.
                 if self.config.layout != Layout::Spring {
@@ -125,7 +125,7 @@ impl RedisBackend {
                 })
             }
             AttemptResult::FromRecord(Attempt::Busy(busy), event_seq) => Attempt::Busy(
-                busy.with_mark(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
+                busy.with_seen_version(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
             ),
             AttemptResult::FromRecord(attempt, _) => attempt,
         }
@@ -221,8 +221,8 @@ impl LockBackend for RedisBackend {
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         match &*self.storage {
-            Storage::Single(store) => store.wait(claim.key(), busy.mark).await,
-            Storage::Quorum(quorum) => quorum.wait(claim.key(), busy.mark).await,
+            Storage::Single(store) => store.wait(claim.key(), busy.seen_version).await,
+            Storage::Quorum(quorum) => quorum.wait(claim.key(), busy.seen_version).await,
         }
     }
 

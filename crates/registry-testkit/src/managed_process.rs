@@ -14,8 +14,8 @@ use nix::unistd::Pid;
 
 use crate::process::HelperProcess;
 
-/// The maximum time until a server is ready. A typical start takes 50 ms.
-pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
+/// The maximum time until a server is ready, or until it has ended. A typical start takes 50 ms.
+pub(crate) const SERVER_TIME_LIMIT: Duration = Duration::from_secs(60);
 /// The maximum time for the kernel to stop or end a process.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(30);
 
@@ -71,8 +71,11 @@ impl ManagedProcess {
             return Ok(());
         }
         let number = |line: &str| line.strip_prefix("server ")?.parse().ok();
-        let pid =
-            self.supervisor.expect_map(number, START_LIMIT).await.map_err(io::Error::other)?;
+        let pid = self
+            .supervisor
+            .expect_map(number, SERVER_TIME_LIMIT)
+            .await
+            .map_err(io::Error::other)?;
         self.pid = Some(Pid::from_raw(pid));
         Ok(())
     }
@@ -80,7 +83,7 @@ impl ManagedProcess {
     /// Waits for the remaining output of a server that has ended.
     pub(crate) async fn wait_for_remaining_output(&mut self) {
         if self.supervisor.has_exited() {
-            _ = self.supervisor.expect_line(|_| false, START_LIMIT).await;
+            _ = self.supervisor.expect_line(|_| false, SERVER_TIME_LIMIT).await;
         }
     }
 
@@ -110,10 +113,10 @@ impl ManagedProcess {
     /// Stops the server and its children (SIGSTOP). They execute nothing after this returns.
     pub(crate) fn pause(&self) -> io::Result<()> {
         let pid = self.pid()?;
-        stop(pid)?;
+        pause_process(pid)?;
         self.paused.store(true, Ordering::Relaxed);
         // The stopped server starts no further children. An error means that a child has ended.
-        self.children().into_iter().for_each(|child| _ = stop(child));
+        self.children().into_iter().for_each(|child| _ = pause_process(child));
         Ok(())
     }
 
@@ -129,7 +132,7 @@ impl ManagedProcess {
     /// Stops one child process of the server.
     #[cfg(target_os = "linux")]
     pub(crate) fn pause_child(&self, child: i32) -> io::Result<()> {
-        stop(self.child(child)?)
+        pause_process(self.child(child)?)
     }
 
     /// Resumes one child process of the server.
@@ -152,9 +155,9 @@ impl ManagedProcess {
     }
 
     /// Sends `signal` to the server and waits until it has ended.
-    pub(crate) async fn stop(&self, signal: Signal) -> io::Result<ExitStatus> {
+    pub(crate) async fn shut_down(&self, signal: Signal) -> io::Result<ExitStatus> {
         kill(self.pid()?, signal)?;
-        self.supervisor.wait_exit(START_LIMIT).await.map_err(io::Error::other)
+        self.supervisor.wait_exit(SERVER_TIME_LIMIT).await.map_err(io::Error::other)
     }
 
     /// Kills the server and its children, as a machine crash would. They have ended when this
@@ -170,8 +173,8 @@ impl ManagedProcess {
         block_until(|| !self.is_up() && children.iter().all(|&child| state(child).is_none()));
     }
 
-    /// Like [`kill`](Self::kill), but lets the server reap its killed children: after `signal`, the
-    /// server only waits for them. If the server were killed first, the init process would inherit
+    /// Like [`kill`](Self::kill), but the server reaps its killed children before it ends: `signal`
+    /// makes the server shut down and wait for them. If the server were killed first, the init process would inherit
     /// its killed children. In a container, that process often reaps no children, so they would
     /// stay in the process table.
     pub(crate) fn kill_and_reap(self, signal: Signal) {
@@ -195,7 +198,7 @@ pub(crate) fn down_error() -> io::Error {
     io::Error::other("the server is down")
 }
 
-fn stop(pid: Pid) -> io::Result<()> {
+fn pause_process(pid: Pid) -> io::Result<()> {
     kill(pid, Signal::SIGSTOP)?;
     // Only Linux has `/proc`, which shows whether the signal has taken effect.
     if cfg!(target_os = "linux") {

@@ -16,7 +16,7 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
 
-use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
+use crate::managed_process::{ManagedProcess, SERVER_TIME_LIMIT, down_error};
 use crate::ports::Port;
 use crate::server_options::ServerOptions;
 use crate::server_user::ServerUser;
@@ -164,7 +164,7 @@ impl<S: ServerDescription> ManagedServer<S> {
     /// Waits until a launched server serves.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         self.wait_until_started().await?;
-        let deadline = Instant::now() + START_LIMIT;
+        let deadline = Instant::now() + SERVER_TIME_LIMIT;
         while Instant::now() < deadline && self.is_up() {
             if S::is_serving(self).await {
                 return Ok(());
@@ -205,7 +205,7 @@ impl<S: ServerDescription> ManagedServer<S> {
 
     /// Shuts the server down. It aborts what it executes and leaves consistent data.
     pub async fn stop(&mut self) -> io::Result<()> {
-        self.running()?.stop(S::PROGRAM.stop).await?;
+        self.running()?.shut_down(S::PROGRAM.stop).await?;
         self.running = None;
         Ok(())
     }

@@ -142,7 +142,7 @@ impl StoppableClient {
     pub(crate) async fn exists_by_write(&self, path: &str) -> Result<bool, Error> {
         let writer = self.client.new_check_writer(path, None)?;
         match writer.commit().await {
-            // A majority commits a failed check like any other write.
+            // A majority commits a failed check too.
             Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
             Err(error) => Err(error.into()),

@@ -158,7 +158,7 @@ impl ZkBackend {
     pub(crate) async fn force_release_key(&self, key: &Key) -> Result<Release, BackendError> {
         let session = self.sessions().get_or_open().await?;
         let dir = self.paths().node_path(key);
-        for _ in 0..ATTEMPTS_MAX {
+        for _ in 0..TRIES_MAX {
             let paths: Vec<_> = if self.paths().is_semaphore() {
                 semaphore::read_holders(&session, key, &dir).await?.paths
             } else {
@@ -202,4 +202,4 @@ fn since(ctime: i64) -> Option<Duration> {
 const CONCURRENT_READS: usize = 64;
 
 /// The maximum number of attempts per key while its holders change between two reads.
-const ATTEMPTS_MAX: u32 = 8;
+const TRIES_MAX: u32 = 8;

@@ -289,12 +289,12 @@ impl QueueHolders {
 }
 
 /// Reads the holders of the lock at `dir`. Returns no holders if they change during each of
-/// [`ATTEMPTS_MAX`] attempts.
+/// [`TRIES_MAX`] attempts.
 pub(crate) async fn read_holders(
     session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<QueueHolders, BackendError> {
-    for _ in 0..ATTEMPTS_MAX {
+    for _ in 0..TRIES_MAX {
         let children = match read_children(session, dir).await? {
             Ok(children) => children,
             Err(Error::NoNode) => break,
@@ -380,4 +380,4 @@ const MAJORITY_CHECKS_MAX: usize = 16;
 /// The number of nodes that are read concurrently.
 const CONCURRENT_READS: usize = 64;
 /// The maximum number of attempts to read the holders if they change meanwhile.
-const ATTEMPTS_MAX: u32 = 8;
+const TRIES_MAX: u32 = 8;

@@ -98,7 +98,7 @@ enum Step {
     QueueChanged,
 }
 
-/// Tries up to `ATTEMPTS_MAX` times to create the claim's node and to determine its position.
+/// Tries up to `TRIES_MAX` times to create the claim's node and to determine its position.
 async fn run_attempt(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -106,7 +106,7 @@ async fn run_attempt(
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
     let mut is_queue_changing = false;
-    for _ in 0..ATTEMPTS_MAX {
+    for _ in 0..TRIES_MAX {
         match run_step(session, entry, state, claim).await? {
             Step::Done(attempt) => return Ok(attempt),
             Step::Retry => {}
@@ -118,7 +118,7 @@ async fn run_attempt(
         // Contention is not the cause. In each attempt, the connection broke, or the node or its
         // parent was missing.
         let message = format!(
-            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node; check the network, and that no other program deletes nodes below the lock's path"
+            "zookeeper: the node of the lock cannot be created: in each of {TRIES_MAX} attempts, the connection broke or another client deleted the node; check the network, and that no other program deletes nodes below the lock's path"
         );
         return Err(BackendError::transient(message));
     }
@@ -720,7 +720,7 @@ async fn release_abandoned_claim(
 }
 
 /// The maximum number of attempts per call while the queue changes between two reads.
-const ATTEMPTS_MAX: u32 = 8;
+const TRIES_MAX: u32 = 8;
 
 /// A waiter lists the whole queue after this multiple of the session time-out, at most
 /// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have

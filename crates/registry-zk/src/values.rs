@@ -75,7 +75,7 @@ impl ZkBackend {
         session.wait_until_connected().await?;
         let path = self.paths().value_path(claim.key());
         let stored = LockValue::encode(token, value);
-        for _ in 0..ATTEMPTS_MAX {
+        for _ in 0..TRIES_MAX {
             for creates in [false, true] {
                 match write(&session, &node, &path, &stored, creates).await? {
                     Ok(()) => return Ok(ValueWrite::Written),
@@ -132,4 +132,4 @@ fn foreign_value() -> BackendError {
 }
 
 /// The maximum number of attempts while the node of the value is created or deleted.
-const ATTEMPTS_MAX: u32 = 3;
+const TRIES_MAX: u32 = 3;

@@ -106,14 +106,16 @@ impl<S, KeyFn: Clone, M: Clone, F: Clone> Layer<S> for HttpLockLayer<KeyFn, M, F
 }
 
 /// Responds to a request that gets no lock. Implemented for functions, and for [`StatusResponse`].
-/// `K` is the error of the key, and `B` the body of the response.
-pub trait ErrorResponse<K, B> {
+/// `KeyError` is the error of the key, and `B` the body of the response.
+pub trait ErrorResponse<KeyError, B> {
     /// Returns the response. The error is never [`LockServiceError::Inner`].
-    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B>;
+    fn response(&self, error: LockServiceError<Infallible, KeyError>) -> Response<B>;
 }
 
-impl<K, B, F: Fn(LockServiceError<Infallible, K>) -> Response<B>> ErrorResponse<K, B> for F {
-    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B> {
+impl<KeyError, B, F: Fn(LockServiceError<Infallible, KeyError>) -> Response<B>>
+    ErrorResponse<KeyError, B> for F
+{
+    fn response(&self, error: LockServiceError<Infallible, KeyError>) -> Response<B> {
         self(error)
     }
 }
@@ -153,8 +155,8 @@ impl Default for StatusResponse {
     }
 }
 
-impl<K, B: Default> ErrorResponse<K, B> for StatusResponse {
-    fn response(&self, error: LockServiceError<Infallible, K>) -> Response<B> {
+impl<KeyError, B: Default> ErrorResponse<KeyError, B> for StatusResponse {
+    fn response(&self, error: LockServiceError<Infallible, KeyError>) -> Response<B> {
         let (status, retry) = match error {
             LockServiceError::Busy { .. } => (StatusCode::LOCKED, true),
             LockServiceError::Key(_) | LockServiceError::Lock(LockError::InvalidKey(_)) => {

@@ -1,4 +1,5 @@
-//! The process of the command of `run`: starts it, reports its changes, and signals its group.
+//! The child process in which `lockreg run` executes its command: starts it, reports when it stops
+//! or ends, and signals its group.
 
 use std::ffi::OsString;
 use std::io::{self, PipeWriter, Write as _};
@@ -17,7 +18,7 @@ use super::command::Program;
 use super::exec;
 use crate::exit::status_of_signal;
 
-/// A started command, which is the leader of its own process group.
+/// A process that executes the command once its gate is open. It leads its own process group.
 #[derive(Debug)]
 pub(crate) struct CommandProcess {
     pid: Pid,

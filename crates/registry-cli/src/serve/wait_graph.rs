@@ -119,7 +119,7 @@ fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
 }
 
 /// Returns the units that a holder with the mode `held` keeps from a claim with the mode `wanted`.
-/// Returns `None` if both can be granted at the same time.
+/// Returns `None` if the modes never exclude each other.
 fn blocking_units(wanted: ClaimMode, held: ClaimMode) -> Option<u32> {
     match (wanted, held) {
         (ClaimMode::Shared, ClaimMode::Shared | ClaimMode::Upgradable)
@@ -269,7 +269,7 @@ mod tests {
     fn a_permit_waits_until_enough_units_are_free() {
         let (one, two) = ("permits 1 of 2", "permits 2 of 2");
         let holders = [("a", "1", one), ("b", "2", X), ("c", "1", one)];
-        // The process c continues and releases one unit: enough for the first claim of b only.
+        // The process c continues and releases one unit. This is enough if b wants one unit, but not if b wants two.
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", one)]), [[""; 0]; 0]);
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", two)]), [["a", "b"]]);
     }

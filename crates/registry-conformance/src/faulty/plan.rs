@@ -121,8 +121,8 @@ impl Faults {
         Self { seed, rules: Vec::new() }
     }
 
-    /// Creates a plan in which no request reaches the store and every caller receives an error: all
-    /// operations except [`Operation::Wait`] are refused.
+    /// Creates a plan that refuses all operations except [`Operation::Wait`]. Waits and the
+    /// registrations of waiters still reach the store.
     #[must_use]
     pub fn outage() -> Self {
         let operations = Operation::ALL.into_iter().filter(|op| *op != Operation::Wait);
@@ -219,8 +219,8 @@ impl Plan {
         let call = *call;
         let mut faults_of_call = CallFaults::default();
         for (_, trigger, fault) in self.faults.rules.iter().filter(|rule| rule.0 == operation) {
-            // Each probabilistic rule draws a number for every call. An added rule then changes the
-            // random results of the other rules as little as possible.
+            // Each probabilistic rule of the operation draws a number at each call, whether or not
+            // another rule has hit.
             let (hit, exact) = match trigger {
                 Trigger::Sometimes(probability) => (self.random.f64() < *probability, false),
                 Trigger::At(number) => (call == *number, true),

@@ -148,7 +148,7 @@ mod tests {
         for request in [
             BackendRequest::Acquire(claims[0].clone()),
             BackendRequest::Release(claims[1].clone()),
-            BackendRequest::Wait(claims[2].clone(), Busy::new().with_mark(u64::MAX)),
+            BackendRequest::Wait(claims[2].clone(), Busy::new().with_seen_version(u64::MAX)),
             BackendRequest::Renew(claims),
             BackendRequest::Renew(Vec::new()),
             BackendRequest::Inspect(key.clone()),
@@ -172,7 +172,7 @@ mod tests {
             .with_label(Some("é".into()))
             .with_token(FencingToken::new(5))
             .with_times(None, Some(Duration::from_nanos(1)));
-        let busy = Busy::new().with_retry_after(Duration::ZERO).with_mark(9);
+        let busy = Busy::new().with_retry_after(Duration::ZERO).with_seen_version(9);
         let error = BackendError::new(BackendErrorKind::Denied, "no way").as_refused();
         let error = error.with_address("db.example:5432");
         assert_arrives(&Attempt::Granted(Grant::new(FencingToken::MAX, Duration::from_secs(1))));

@@ -268,7 +268,7 @@ impl LockBackend for TinyBackend {
                 return Ok(self.granted(&row));
             }
         }
-        let mark = match self.bug {
+        let version = match self.bug {
             StoreBug::WakesOwnClientOnly => *self.own_releases.borrow(),
             _ => *self.shared.releases.borrow(),
         };
@@ -292,7 +292,10 @@ impl LockBackend for TinyBackend {
             }
             let left = row.until - Instant::now();
             return Ok(Attempt::Busy(
-                Busy::new().with_retry_after(left).with_holder(row.holder()).with_mark(mark),
+                Busy::new()
+                    .with_retry_after(left)
+                    .with_holder(row.holder())
+                    .with_seen_version(version),
             ));
         }
         let row = self.new_row(claim);
@@ -381,7 +384,7 @@ impl LockBackend for TinyBackend {
             drop(releases.changed().await);
             return;
         }
-        drop(releases.wait_for(|count| *count != busy.mark).await);
+        drop(releases.wait_for(|count| *count != busy.seen_version).await);
     }
 
     fn subscribe(&self, invalidations: Invalidations) {

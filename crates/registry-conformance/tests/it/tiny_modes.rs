@@ -326,9 +326,9 @@ impl LockBackend for ModesBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mark = *self.changes.borrow();
+        let version = *self.changes.borrow();
         Ok(self.with_record(claim.key(), |record| match self.acquire(record, claim) {
-            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_seen_version(version)),
             attempt => {
                 if claim.is_conversion() {
                     self.wake(record, true);
@@ -369,7 +369,7 @@ impl LockBackend for ModesBackend {
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
-        drop(self.changes.subscribe().wait_for(|count| *count != busy.mark).await);
+        drop(self.changes.subscribe().wait_for(|count| *count != busy.seen_version).await);
     }
 
     fn subscribe(&self, invalidations: Invalidations) {

@@ -294,7 +294,7 @@ const METRICS: &[MetricDescription] = &[
 const ATTEMPTS: MetricDescription = counter(
     "lock_registry_attempts_total",
     &[MODE, ("outcome", &["granted", "busy", "failed"])],
-    "attempts to acquire a key in the store",
+    "attempts to acquire a key in the store, and failed reads and writes of an election's record",
 );
 const ACQUISITIONS: MetricDescription = counter(
     "lock_registry_acquisitions_total",
@@ -304,7 +304,7 @@ const ACQUISITIONS: MetricDescription = counter(
 const NOT_ACQUIRED: MetricDescription = counter(
     "lock_registry_not_acquired_total",
     &[MODE, ("reason", &["busy", "failed", "dropped"])],
-    "calls that ended without the lock: held until the deadline, an error, a dropped future",
+    "calls that ended without the lock, because it was held until the deadline, an error occurred, or the future was dropped",
 );
 const WAITING: MetricDescription =
     gauge("lock_registry_waiting", &[MODE], "calls that are acquiring a lock");
@@ -345,7 +345,7 @@ const PERMIT_UNITS: MetricDescription =
 const LEADER: MetricDescription = gauge(
     "lock_registry_leader",
     &[],
-    "1 while this process leads the role, 0 after it began to campaign",
+    "1 while this process leads the role, otherwise 0; exists once the process has campaigned",
 );
 const TICKS: MetricDescription = counter(
     "lock_registry_ticks_total",

@@ -235,13 +235,13 @@ impl Dialect for MySql {
 pub(crate) struct MySqlWakeups(pub(super) Option<MySqlReleasePoller>);
 
 impl WakeupSource for MySqlWakeups {
-    fn busy_mark(&self, _: u64, version: FencingToken) -> u64 {
+    fn busy_version(&self, _: u64, version: FencingToken) -> u64 {
         version.get()
     }
 
-    async fn wait(&self, id: RowId, mark: u64) {
+    async fn wait(&self, id: RowId, version: u64) {
         match &self.0 {
-            Some(poller) => poller.wait(id, mark).await,
+            Some(poller) => poller.wait(id, version).await,
             None => std::future::pending().await,
         }
     }

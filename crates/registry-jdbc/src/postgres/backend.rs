@@ -130,7 +130,7 @@ impl Dialect for Postgres {
         if !Self::is_locked_by_transaction(rows, claim.key()).await? {
             return Err(error);
         }
-        Ok(Some(Attempt::Busy(Busy::new().with_mark(position))))
+        Ok(Some(Attempt::Busy(Busy::new().with_seen_version(position))))
     }
 
     async fn renew(
@@ -275,13 +275,13 @@ impl WakeupSource for PgWakeups {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
-    fn busy_mark(&self, position: u64, _: FencingToken) -> u64 {
+    fn busy_version(&self, position: u64, _: FencingToken) -> u64 {
         position
     }
 
-    async fn wait(&self, id: RowId, mark: u64) {
+    async fn wait(&self, id: RowId, version: u64) {
         match &self.listener {
-            Some(listener) => listener.wait(id.notification_id(), mark).await,
+            Some(listener) => listener.wait(id.notification_id(), version).await,
             None => std::future::pending().await,
         }
     }

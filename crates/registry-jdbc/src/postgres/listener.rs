@@ -33,7 +33,7 @@ type LockId = [u8; 16];
 /// whether a listener exists.
 ///
 /// A listener's session holds all presence locks of the channel in shared mode. A release tries to
-/// take one presence lock exclusively until its transaction ends. If the release succeeds, no
+/// take one presence lock exclusively until its transaction ends. If it gets the lock, no
 /// listener existed. A listener that starts now waits for this transaction. Its callers check the
 /// lock afterwards.
 ///
@@ -124,7 +124,7 @@ impl PgReleaseListener {
             let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
             tokio::spawn(listen(shared, server, self.channel.clone()))
         });
-        if !self.shared.state().may_have_been_released(&lock, position) {
+        if !self.shared.state().ends_wait_at_once(&lock, position) {
             waiter.woken().await;
         }
     }
@@ -189,7 +189,9 @@ impl WakeCheck for ListenerShared {
     fn confirms_wake_ups(&self, _claim: &Claim, busy: &Busy) -> bool {
         let state = self.state();
         state.is_verified
-            && state.complete_since.is_some_and(|complete_since| complete_since <= busy.mark)
+            && state
+                .complete_since
+                .is_some_and(|complete_since| complete_since <= busy.seen_version)
     }
 }
 
@@ -234,7 +236,7 @@ impl ListenerShared {
 }
 
 impl ListenerState {
-    fn may_have_been_released(&self, lock: &LockId, position: u64) -> bool {
+    fn ends_wait_at_once(&self, lock: &LockId, position: u64) -> bool {
         let Some(complete_since) = self.complete_since else { return false };
         let after = |(number, _): &&(u64, LockId)| *number > position;
         complete_since > position
@@ -242,7 +244,7 @@ impl ListenerState {
     }
 }
 
-/// Connects repeatedly, until no caller has waited during [`IDLE_CHECKS_MAX`] checks.
+/// Connects repeatedly, until no caller has waited during more than [`IDLE_CHECKS_MAX`] checks.
 async fn listen(
     shared: Arc<ListenerShared>,
     server: PgConnectOptions,
@@ -284,7 +286,7 @@ async fn connect(
 }
 
 /// Receives notifications. Returns false if the connection breaks, true if no caller has waited
-/// during [`IDLE_CHECKS_MAX`] checks.
+/// during more than [`IDLE_CHECKS_MAX`] checks.
 async fn receive(
     shared: &ListenerShared,
     mut listener: PgListener,
@@ -375,37 +377,34 @@ mod tests {
         let shared = ListenerShared::default();
         shared.mark_connected();
         let position = shared.state().last_sequence;
-        assert!(!shared.state().may_have_been_released(&A, position));
+        assert!(!shared.state().ends_wait_at_once(&A, position));
         shared.on_release(B);
-        assert!(!shared.state().may_have_been_released(&A, position));
+        assert!(!shared.state().ends_wait_at_once(&A, position));
         shared.on_release(A);
-        assert!(shared.state().may_have_been_released(&A, position));
+        assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
-        assert!(!shared.state().may_have_been_released(&A, position));
+        assert!(!shared.state().ends_wait_at_once(&A, position));
     }
 
     #[test]
     fn a_wait_that_may_have_missed_a_release_returns() {
         let shared = ListenerShared::default();
         let position = shared.state().last_sequence;
-        assert!(
-            !shared.state().may_have_been_released(&A, position),
-            "no listener is connected yet"
-        );
+        assert!(!shared.state().ends_wait_at_once(&A, position), "no listener is connected yet");
         shared.mark_connected();
-        assert!(shared.state().may_have_been_released(&A, position));
+        assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
         shared.mark_disconnected();
         shared.mark_connected();
-        assert!(shared.state().may_have_been_released(&A, position));
+        assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
         (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
         assert!(
-            shared.state().may_have_been_released(&A, position),
+            shared.state().ends_wait_at_once(&A, position),
             "more releases than can be remembered"
         );
         let position = shared.state().last_sequence;
-        assert!(!shared.state().may_have_been_released(&A, position));
+        assert!(!shared.state().ends_wait_at_once(&A, position));
     }
 
     #[test]

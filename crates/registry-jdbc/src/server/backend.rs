@@ -283,7 +283,7 @@ impl<D: SpringDialect> SqlBackend<D> {
             }
         };
         Ok(match attempt {
-            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(position)),
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_seen_version(position)),
             granted @ (Attempt::Granted(_) | Attempt::Gone) => granted,
         })
     }
@@ -359,8 +359,12 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         match &self.locks {
             Locks::Lease(rows) => rows.wait(claim, busy).await,
-            Locks::Session { session, .. } => session.protocol().wait(claim.key(), busy.mark).await,
-            Locks::Row { sessions, .. } => sessions.protocol().wait(claim.key(), busy.mark).await,
+            Locks::Session { session, .. } => {
+                session.protocol().wait(claim.key(), busy.seen_version).await
+            }
+            Locks::Row { sessions, .. } => {
+                sessions.protocol().wait(claim.key(), busy.seen_version).await
+            }
             Locks::Spring(spring) => spring.wait(claim, busy).await,
         }
     }

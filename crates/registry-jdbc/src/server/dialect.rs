@@ -285,13 +285,13 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
         0
     }
 
-    /// Returns the mark of a busy attempt, for [`wait`](Self::wait): the position before the
+    /// Returns the version of a busy attempt, for [`wait`](Self::wait): the position before the
     /// attempt, or the version of the row that the attempt found. The version is the token of the
     /// newest grant, or `since` if the row contains a record.
-    fn busy_mark(&self, position: u64, version: FencingToken) -> u64;
+    fn busy_version(&self, position: u64, version: FencingToken) -> u64;
 
-    /// Waits until the lock may have been released since the attempt that returned `mark`.
-    fn wait(&self, id: RowId, mark: u64) -> impl Future<Output = ()> + Send;
+    /// Waits until the lock may have been released since the attempt that returned `version`.
+    fn wait(&self, id: RowId, version: u64) -> impl Future<Output = ()> + Send;
 
     /// Returns the check whether wake-ups currently arrive. `None` if this source sends no
     /// wake-ups.
@@ -363,14 +363,16 @@ pub(super) fn attempt_from_existing_grant<D: Dialect>(
     claim: &Claim,
     is_own: bool,
     grant: Holder,
-    mark: u64,
+    version: u64,
 ) -> Result<Attempt, BackendError> {
     let left = grant.lease_left.unwrap_or_default();
     if is_own {
         let token = grant.token.ok_or_else(|| corrupt::<D>("a grant has no row with a token"))?;
         return Ok(Attempt::Granted(Grant::new(token, left.min(claim.lease()))));
     }
-    Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(mark).with_holder(grant)))
+    Ok(Attempt::Busy(
+        Busy::new().with_retry_after(left).with_seen_version(version).with_holder(grant),
+    ))
 }
 
 /// Reads a key from a column.

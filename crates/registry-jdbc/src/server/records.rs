@@ -222,7 +222,7 @@ impl<D: Dialect> LeaseTable<D> {
             let is_granted = matches!(attempt, Attempt::Granted(_));
             if !is_granted && record.may_skip_write(&before, claim, stored.now()) {
                 let row = stored.columns.as_ref();
-                return Ok(self.with_mark(claim, attempt, wakeup_position, row));
+                return Ok(self.with_seen_version(claim, attempt, wakeup_position, row));
             }
             if record == before {
                 return Ok(attempt);
@@ -247,7 +247,12 @@ impl<D: Dialect> LeaseTable<D> {
                     if is_granted && before.is_empty() {
                         self.rows_of_single_claims.insert(self.row_id(claim.key()));
                     }
-                    return Ok(self.with_mark(claim, attempt, wakeup_position, Some(&written)));
+                    return Ok(self.with_seen_version(
+                        claim,
+                        attempt,
+                        wakeup_position,
+                        Some(&written),
+                    ));
                 }
                 Ok(None) => {}
                 Err(error) => match attempt {
@@ -259,7 +264,7 @@ impl<D: Dialect> LeaseTable<D> {
                             busy.retry_after = Some(QUEUE_RETRY_PAUSE);
                         }
                         let attempt = Attempt::Busy(busy);
-                        return Ok(self.with_mark(
+                        return Ok(self.with_seen_version(
                             claim,
                             attempt,
                             wakeup_position,
@@ -299,9 +304,9 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds the mark after which a busy claim waits for a release: `wakeup_position`, or the
+    /// Adds the version after which a busy claim waits for a release: `wakeup_position`, or the
     /// version of `row` if the server sends no notifications.
-    fn with_mark(
+    fn with_seen_version(
         &self,
         claim: &Claim,
         attempt: Attempt,
@@ -314,7 +319,9 @@ impl<D: Dialect> LeaseTable<D> {
                 let version =
                     row.map_or(0, |row| if row.has_record() { row.since } else { row.token });
                 let version = FencingToken::try_from(version).unwrap_or(FencingToken::MAX);
-                Attempt::Busy(busy.with_mark(self.wakeups.busy_mark(wakeup_position, version)))
+                Attempt::Busy(
+                    busy.with_seen_version(self.wakeups.busy_version(wakeup_position, version)),
+                )
             }
             attempt => attempt,
         }

@@ -168,8 +168,9 @@ impl<D: Dialect> LeaseTable<D> {
         }
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
         let is_own = holder_id.as_deref() == Some(&claim.id().to_bytes());
-        let mark = self.wakeups.busy_mark(position, fencing_token::<D>(number::<D>(row, 1)?)?);
-        match attempt_from_existing_grant::<D>(claim, is_own, holder, mark)? {
+        let version =
+            self.wakeups.busy_version(position, fencing_token::<D>(number::<D>(row, 1)?)?);
+        match attempt_from_existing_grant::<D>(claim, is_own, holder, version)? {
             Attempt::Busy(_) if claim.joins_queue() => {
                 Box::pin(self.attempt_on_record(claim, position)).await.map(Some)
             }
@@ -323,7 +324,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         let id = self.row_id(claim.key());
         // If this future is dropped before a wake-up, the row stays in the set.
         self.rows_waited_without_wakeup.insert(id);
-        self.wakeups.wait(id, busy.mark).await;
+        self.wakeups.wait(id, busy.seen_version).await;
         self.rows_waited_without_wakeup.remove(id);
     }
 

@@ -172,7 +172,7 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.wakeups.wait(self.row_id(&lock_key(claim.key())), busy.mark).await;
+        self.wakeups.wait(self.row_id(&lock_key(claim.key())), busy.seen_version).await;
     }
 
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {

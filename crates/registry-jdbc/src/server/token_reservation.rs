@@ -51,8 +51,8 @@ pub(crate) struct SessionGrant {
 }
 
 impl TokenPlan {
-    /// Returns the size of the token block to write to the row. With `is_consecutive`, the block
-    /// also contains the reservation.
+    /// Returns how many tokens the write takes: those of the grant and, with `is_consecutive`, the
+    /// reservation.
     pub(crate) const fn tokens_to_write(&self, is_consecutive: bool) -> i64 {
         if is_consecutive { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
@@ -171,8 +171,8 @@ mod tests {
         Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30)).with_token_block(3)
     }
 
-    /// Returns a series of this duration, the claim, and the time of the latest grant, at the end
-    /// of the series.
+    /// Returns reservations with one series of this duration, its claim, and the time of its last
+    /// grant.
     fn series_of(duration: Duration) -> (TokenReservations, Claim, Instant) {
         let (mut reservations, claim, started_at) =
             (TokenReservations::default(), claim(), Instant::now());

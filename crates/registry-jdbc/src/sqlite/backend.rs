@@ -22,8 +22,8 @@ use super::connection::ReconnectingConnection;
 use super::error::{FileMismatch, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
-use super::records::MARKER;
-use super::release_watcher::SqliteReleaseWatcher;
+use super::records::RECORD_MARKER;
+use super::release_watcher::ReleaseWatcher;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
 
@@ -78,7 +78,7 @@ pub struct SqliteBackend {
     next_token_min: AtomicI64,
     pub(super) writer: ReconnectingConnection,
     pub(super) reader: Arc<ReconnectingConnection>,
-    pub(super) waiters: SqliteReleaseWatcher,
+    pub(super) release_watcher: ReleaseWatcher,
 }
 
 impl SqliteBackend {
@@ -86,8 +86,8 @@ impl SqliteBackend {
     ///
     /// # Errors
     /// [`BackendError`] with a cause and a remedy:
-    /// - `Misconfigured` for an unusable path or system: a missing folder, a folder, newer tables,
-    ///   a full disk, no Linux.
+    /// - `Misconfigured` if the folder is missing, the path is a folder, the tables have a newer
+    ///   version, the disk is full, or the system is not Linux.
     /// - `Denied` without write access.
     /// - `Protocol` for a file that is no database or is damaged.
     /// - `Transient` if other processes keep the file locked.
@@ -107,7 +107,7 @@ impl SqliteBackend {
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
         let statements = Arc::new(SqliteStatementBinder::new(clock, &config.namespace));
-        let waiters = SqliteReleaseWatcher::new(
+        let release_watcher = ReleaseWatcher::new(
             Arc::clone(&reader),
             Arc::clone(&statements),
             paths.wal.clone(),
@@ -121,7 +121,7 @@ impl SqliteBackend {
             next_token_min: AtomicI64::new(0),
             writer,
             reader,
-            waiters,
+            release_watcher,
         })
     }
 
@@ -169,15 +169,15 @@ impl SqliteBackend {
     }
 
     /// Grants the key if it is free, in one statement. Returns `None` if the key is held. The first
-    /// attempt also returns `None` if the key's tokens are ahead of the wall clock.
+    /// try may also return `None` if the key's tokens are ahead of the wall clock.
     async fn try_grant(
         &self,
         claim: &Claim,
-        is_first_attempt: bool,
+        is_first_try: bool,
     ) -> Result<Option<FencingToken>, BackendError> {
         let wall = self.statements.clock.wall();
         let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
-        let token = if is_first_attempt && self.is_above_granted_tokens(wall) {
+        let token = if is_first_try && self.is_above_granted_tokens(wall) {
             let make_statement = move || statements.acquire(sql::ACQUIRE_AT, &owned_claim, wall);
             if self.writer.execute_low_priority(make_statement).await? == 0 {
                 return Ok(None);
@@ -245,7 +245,7 @@ impl SqliteBackend {
     }
 
     fn holders_of(&self, held: SqliteGrant) -> Result<Vec<Holder>, BackendError> {
-        if held.claim == MARKER {
+        if held.claim == RECORD_MARKER {
             return self.holders_of_record(&held.key, held.label.as_deref());
         }
         Ok(vec![held.into_holder(self.statements.clock.now())])
@@ -312,17 +312,17 @@ impl LockBackend for SqliteBackend {
             return self.attempt_on_record(claim).await;
         }
         // Another process may release the key between the failed statement and the query. After
-        // this many repetitions, the attempt returns `Busy` without a holder, and the engine
-        // retries the attempt.
-        const ATTEMPTS_MAX: u32 = 3;
-        for attempt in 0..ATTEMPTS_MAX {
-            if let Some(token) = self.try_grant(claim, attempt == 0).await? {
+        // this many tries, this function returns `Busy` without a holder, and the engine sends the
+        // next attempt.
+        const TRIES_MAX: u32 = 3;
+        for number in 0..TRIES_MAX {
+            if let Some(token) = self.try_grant(claim, number == 0).await? {
                 return Ok(Attempt::Granted(Grant::new(token, claim.lease())));
             }
             if let Some(held) = self.current_grant(claim.key()).await? {
                 let now = self.statements.clock.now();
                 let lease_left = duration_between(now, held.until);
-                if held.claim == MARKER
+                if held.claim == RECORD_MARKER
                     || claim.joins_queue() && held.claim != claim.id().to_bytes()
                 {
                     return self.attempt_on_record(claim).await;
@@ -333,14 +333,14 @@ impl LockBackend for SqliteBackend {
                 return Ok(Attempt::Busy(
                     Busy::new()
                         .with_retry_after(lease_left)
-                        .with_mark(held.token.get())
+                        .with_seen_version(held.token.get())
                         .with_holder(held.into_holder(now))
-                        .with_wake_check(self.waiters.wake_check()),
+                        .with_wake_check(self.release_watcher.wake_check()),
                 ));
             }
         }
         let busy = Busy::new().with_retry_after(Duration::ZERO);
-        Ok(Attempt::Busy(busy.with_wake_check(self.waiters.wake_check())))
+        Ok(Attempt::Busy(busy.with_wake_check(self.release_watcher.wake_check())))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -363,7 +363,8 @@ impl LockBackend for SqliteBackend {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
                 return Err(fenced_transaction_open(error, self.path()));
             }
-            // When the file was replaced, the grant ended for all other processes, as in a renewal.
+            // If the file was replaced, other processes no longer see this grant, so it has ended.
+            // A renewal treats this error in the same way.
             Err(error) if FileMismatch::from_error(&error).is_some() => {
                 return Ok(Release::NotHeld);
             }
@@ -374,7 +375,7 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.waiters.wait(claim.key(), busy.mark).await;
+        self.release_watcher.wait(claim.key(), busy.seen_version).await;
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -394,7 +395,7 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn close(&self) {
-        self.waiters.close();
+        self.release_watcher.close();
         self.reader.close().await;
         self.writer.close().await;
     }
@@ -510,7 +511,7 @@ mod tests {
 
         let reply = expect_busy(&b, &claim("k")).await;
         assert_eq!(reply.retry_after, Some(Duration::from_secs(20)));
-        assert_eq!(reply.mark, first);
+        assert_eq!(reply.seen_version, first);
         let holder = reply.holder.unwrap();
         assert_eq!(holder.key, key("k"));
         assert_eq!(holder.label.as_deref(), Some(label));
@@ -582,8 +583,7 @@ mod tests {
         let folder = TestFolder::new();
         let clock = ManualClock::with_boot_id(1);
         let backend = folder.open_backend_with_clock(&clock).await;
-        // The number of claims exceeds the size of the largest statement, and is no multiple of
-        // that size.
+        // Some of the batches below exceed the largest statement, and one is no multiple of it.
         let mut claims = Vec::new();
         for n in 0..300 {
             let claim = claim(&format!("k{n}"));

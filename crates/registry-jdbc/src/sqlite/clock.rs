@@ -409,17 +409,17 @@ mod tests {
         // revive the grant.
         let mut other = begin_write(&folder.file()).await;
         let renewal = backend.renew(std::slice::from_ref(&held));
-        let wait_for_retry = async || {
+        let wait_for_clock_read = async || {
             let before = clock.read_count();
             while clock.read_count() == before {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
         let unblock = async {
-            wait_for_retry().await;
+            wait_for_clock_read().await;
             clock.advance(LEASE);
             // Another read of the clock means that the attempt with the old time has ended.
-            wait_for_retry().await;
+            wait_for_clock_read().await;
             rollback(&mut other).await;
         };
         let (renewed, ()) = tokio::join!(renewal, unblock);

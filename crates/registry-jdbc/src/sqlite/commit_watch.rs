@@ -1,7 +1,7 @@
-//! Reports commits that any process makes to the database. Used by `waiters`.
+//! Reports commits that any process makes to the database. Used by `release_watcher`.
 //!
 //! Every commit writes to the write-ahead log, which the kernel watches (inotify). The kernel
-//! reports the write shortly before the commit can be read. `waiters` therefore reads several
+//! reports the write shortly before the commit can be read. `release_watcher` therefore reads several
 //! times. If inotify is not available (its limit of watches is reached, or the runtime has no I/O),
 //! reports come at intervals.
 

@@ -23,7 +23,7 @@ const OPTIONS: &[OptionRow] = &[
     OptionRow::time(
         "busy_timeout",
         (Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
-        "`2.5s`; at most five sixths of a `timeout` that is set",
+        "`2.5s`, or five sixths of `timeout` if that is shorter",
         "how long a statement is retried while another process writes to the file",
     ),
     OptionRow::time(

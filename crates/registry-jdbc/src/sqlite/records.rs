@@ -1,10 +1,10 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
-//! [`LockRecord`] decides each request. In the row of such a key, the claim is [`MARKER`], and the
+//! [`LockRecord`] decides each request. In the row of such a key, the claim is [`RECORD_MARKER`], and the
 //! label is the text of the record. `until` is the end of the last entry. The statements for
 //! exclusive claims find such a row held, and never change it. A change is written only if the row
 //! is still as it was read. `since` grows with each change after which a waiting claim may be
-//! granted. `waiters` compares `since` to detect such a change.
+//! granted. `release_watcher` compares `since` to detect such a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,11 +18,11 @@ use super::backend::{SqliteBackend, release_limit};
 use super::open;
 
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
-pub(super) const MARKER: &[u8] = b"+";
+pub(super) const RECORD_MARKER: &[u8] = b"+";
 
-/// The bit that is set in the mark of a row with several claims. The mark of a grant is its token,
+/// The bit that is set in the version of a row with several claims. The version of a grant is its token,
 /// in which this bit is not set.
-pub(super) const RECORD_MARK_BIT: u64 = 1 << 63;
+pub(super) const MULTI_CLAIM_BIT: u64 = 1 << 63;
 
 /// The columns of a row that a change compares and sets. The default is a missing row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,13 +38,13 @@ pub(super) struct SqliteRowState {
 
 impl SqliteRowState {
     fn has_record(&self) -> bool {
-        self.claim.as_deref() == Some(MARKER)
+        self.claim.as_deref() == Some(RECORD_MARKER)
     }
 
-    /// Returns the mark of a busy response for this row.
-    fn mark(&self) -> u64 {
+    /// Returns the version of a busy response for this row.
+    fn version(&self) -> u64 {
         if self.has_record() {
-            self.since.cast_unsigned() | RECORD_MARK_BIT
+            self.since.cast_unsigned() | MULTI_CLAIM_BIT
         } else {
             self.token.unwrap_or(0).cast_unsigned()
         }
@@ -81,7 +81,7 @@ impl SqliteBackend {
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
             if record == before || !is_granted && record.may_skip_write(&before, claim, now) {
-                return Ok(self.with_mark(attempt, &row.state));
+                return Ok(self.with_seen_version(attempt, &row.state));
             }
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
             // After a conversion to a weaker mode, other claims may be granted. The same applies
@@ -93,7 +93,7 @@ impl SqliteBackend {
                 new.block = i64::from(claim.token_block());
             }
             if self.write_row(claim.key(), release_limit(claim), &row.state, &new).await? {
-                return Ok(self.with_mark(attempt, &new));
+                return Ok(self.with_seen_version(attempt, &new));
             }
         }
         Err(self.too_many_changes())
@@ -189,7 +189,7 @@ impl SqliteBackend {
         Err(self.too_many_changes())
     }
 
-    /// Returns the holders in the record of a row with [`MARKER`].
+    /// Returns the holders in the record of a row with [`RECORD_MARKER`].
     pub(super) fn holders_of_record(
         &self,
         key: &Key,
@@ -268,7 +268,7 @@ impl SqliteBackend {
         let is_free = record.is_empty();
         let raises_since = wakes_waiters || !row.has_record();
         SqliteRowState {
-            claim: (!is_free).then(|| MARKER.to_vec()),
+            claim: (!is_free).then(|| RECORD_MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),
             since: if raises_since { now.max(row.since + 1) } else { row.since },
             until: if is_free { now } else { record.until().cast_signed() },
@@ -297,11 +297,12 @@ impl SqliteBackend {
         self.fencing_token(token)
     }
 
-    fn with_mark(&self, attempt: Attempt, row: &SqliteRowState) -> Attempt {
-        let with_mark =
-            |busy: Busy| busy.with_mark(row.mark()).with_wake_check(self.waiters.wake_check());
+    fn with_seen_version(&self, attempt: Attempt, row: &SqliteRowState) -> Attempt {
+        let with_seen_version = |busy: Busy| {
+            busy.with_seen_version(row.version()).with_wake_check(self.release_watcher.wake_check())
+        };
         match attempt {
-            Attempt::Busy(busy) => Attempt::Busy(with_mark(busy)),
+            Attempt::Busy(busy) => Attempt::Busy(with_seen_version(busy)),
             attempt => attempt,
         }
     }

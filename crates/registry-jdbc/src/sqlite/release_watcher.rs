@@ -7,10 +7,11 @@
 //! - The task wakes a waiter if its key is free. The first read after the registration of a waiter
 //!   also wakes it if the key was granted again since the waiter's attempt. At later reads, a key
 //!   that was released and granted again wakes no waiters, so few processes compete for it. If
-//!   several claims can hold the key, each change that may allow the waiter's claim wakes it.
+//!   several claims can hold the key, a waiter is woken by every change after which its claim may
+//!   be granted.
 //! - The kernel reports a commit during its write, just before other processes can read the commit.
 //!   The first read may be too early, so more reads follow.
-//! - Reading takes at most a tenth of the time. Unused time accumulates in a budget, so a single
+//! - Reading takes about a tenth of the time at most. Unused time accumulates in a budget, so a single
 //!   release is detected at once. In a database with many other commits, reads are milliseconds
 //!   apart and take less than a tenth of a core.
 
@@ -27,7 +28,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
-use super::records::RECORD_MARK_BIT;
+use super::records::MULTI_CLAIM_BIT;
 use super::sql;
 use super::statement::SqliteStatementBinder;
 use super::worker::WorkerThread;
@@ -39,11 +40,10 @@ const READ_DELAYS: [Duration; 4] = [
     Duration::from_millis(20),
     Duration::from_millis(100),
 ];
-/// Reads take at most the total time divided by this number.
+/// Reads take about the total time divided by this number, at most.
 const READ_TIME_DIVISOR: u32 = 10;
-/// The minimum time that the budget charges for each chunk of keys. The measured time does not
-/// include the time that the operating system needs to schedule this thread and the connection's
-/// thread. With continuous commits, this minimum keeps the reads 3 ms apart.
+/// The minimum time that the budget charges for each chunk of keys. With continuous commits, it keeps
+/// the reads 3 ms apart.
 const CHUNK_COST_MIN: Duration = Duration::from_micros(300);
 /// The maximum time that the budget charges for each chunk. A longer read probably waited for a
 /// processor, and this wait must not delay the next read.
@@ -56,31 +56,31 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// watch can take milliseconds.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The waiters of this backend.
-pub(super) struct SqliteReleaseWatcher {
-    watcher: Arc<ReleaseWatcher>,
+/// Registers waiters with the task, which it starts when needed.
+pub(super) struct ReleaseWatcher {
+    watcher: Arc<WatcherTask>,
     /// Runs the task. A waiter's own runtime may end before other waiters are woken, or may have no
     /// I/O driver.
     worker: WorkerThread,
 }
 
-struct ReleaseWatcher {
+struct WatcherTask {
     reader: Arc<ReconnectingConnection>,
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
-    waiters: Waiters<Key, KnownMark>,
+    waiters: Waiters<Key, KnownVersion>,
     /// Whether the kernel reports commits, and the last read succeeded.
     is_confirmed: AtomicBool,
 }
 
-/// The mark of the key in the busy response of the waiter's attempt.
-struct KnownMark {
-    mark: u64,
+/// The version of the key in the busy response of the waiter's attempt.
+struct KnownVersion {
+    version: u64,
     /// Whether the key has not been read since the registration of the waiter.
     is_new: bool,
 }
 
-impl SqliteReleaseWatcher {
+impl ReleaseWatcher {
     pub(super) fn new(
         reader: Arc<ReconnectingConnection>,
         statements: Arc<SqliteStatementBinder>,
@@ -88,7 +88,7 @@ impl SqliteReleaseWatcher {
         worker: WorkerThread,
     ) -> Self {
         Self {
-            watcher: Arc::new(ReleaseWatcher {
+            watcher: Arc::new(WatcherTask {
                 reader,
                 statements,
                 wal,
@@ -99,11 +99,12 @@ impl SqliteReleaseWatcher {
         }
     }
 
-    /// Waits until `key` may be free. `known_mark` is the mark of the busy response to the caller's
-    /// attempt: the token of the other grant, or a mark with [`RECORD_MARK_BIT`].
-    pub(super) async fn wait(&self, key: &Key, known_mark: u64) {
+    /// Waits until `key` may be free. `known_version` is the version of the busy response to the caller's
+    /// attempt: the token of the other grant, or a version with [`MULTI_CLAIM_BIT`].
+    pub(super) async fn wait(&self, key: &Key, known_version: u64) {
         let waiters = &self.watcher.waiters;
-        let waiter = waiters.register(key.clone(), KnownMark { mark: known_mark, is_new: true });
+        let waiter =
+            waiters.register(key.clone(), KnownVersion { version: known_version, is_new: true });
         waiters.ensure_task(|| self.worker.spawn(Arc::clone(&self.watcher).run()));
         waiter.woken().await;
     }
@@ -129,28 +130,28 @@ impl SqliteReleaseWatcher {
     }
 }
 
-impl Drop for SqliteReleaseWatcher {
+impl Drop for ReleaseWatcher {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl fmt::Debug for SqliteReleaseWatcher {
+impl fmt::Debug for ReleaseWatcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SqliteReleaseWatcher")
+        f.debug_struct("ReleaseWatcher")
             .field("waiters", &self.watcher.waiters)
             .finish_non_exhaustive()
     }
 }
 
-impl WakeCheck for ReleaseWatcher {
+impl WakeCheck for WatcherTask {
     /// Returns whether a release would wake the waiters.
     fn confirms_wake_ups(&self, _claim: &Claim, _busy: &Busy) -> bool {
         self.is_confirmed.load(Ordering::Acquire) && self.waiters.has_task()
     }
 }
 
-impl ReleaseWatcher {
+impl WatcherTask {
     /// Reads awaited keys after each commit, until there are no waiters.
     async fn run(self: Arc<Self>) {
         let mut watch = CommitWatch::start(&self.wal);
@@ -197,8 +198,8 @@ impl ReleaseWatcher {
             chunks += 1;
             // A store error wakes no waiter. The waiter's next attempt receives the error and
             // returns it.
-            match self.held_marks(chunk).await {
-                Ok(held_marks) => self.wake_waiters(chunk, &held_marks),
+            match self.held_versions(chunk).await {
+                Ok(held_versions) => self.wake_waiters(chunk, &held_versions),
                 Err(_) => succeeded = false,
             }
         }
@@ -219,29 +220,29 @@ impl ReleaseWatcher {
         keys
     }
 
-    async fn held_marks(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
+    async fn held_versions(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
         let batch = sql::smallest_batch_for(&*sql::HELD_MARKS, keys.len());
         let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
-        let rows = self.reader.fetch_all(move || statements.held_marks(batch, &keys)).await?;
+        let rows = self.reader.fetch_all(move || statements.held_versions(batch, &keys)).await?;
         Ok(rows
             .iter()
             .filter_map(|row| {
-                let mark: i64 = row.try_get(1).ok()?;
-                Some((row.try_get(0).ok()?, mark.cast_unsigned()))
+                let version: i64 = row.try_get(1).ok()?;
+                Some((row.try_get(0).ok()?, version.cast_unsigned()))
             })
             .collect())
     }
 
-    fn wake_waiters(&self, keys: &[Key], held_marks: &HashMap<Vec<u8>, u64>) {
+    fn wake_waiters(&self, keys: &[Key], held_versions: &HashMap<Vec<u8>, u64>) {
         self.waiters.wake_if(|key, known| {
             if keys.binary_search(key).is_err() {
                 return false;
             }
             let is_first_read = std::mem::replace(&mut known.is_new, false);
-            let held_mark = held_marks.get(key.as_str().as_bytes());
-            held_mark.is_none_or(|mark| {
-                let is_record = (*mark | known.mark) & RECORD_MARK_BIT != 0;
-                (is_first_read || is_record) && *mark != known.mark
+            let held_versions = held_versions.get(key.as_str().as_bytes());
+            held_versions.is_none_or(|version| {
+                let has_several_claims = (*version | known.version) & MULTI_CLAIM_BIT != 0;
+                (is_first_read || has_several_claims) && *version != known.version
             })
         });
     }
@@ -409,7 +410,7 @@ mod tests {
         acquire(&a, &claim("k")).await;
         timeout(TIMEOUT, b.wait(&claim_b, &busy_reply))
             .await
-            .expect("the key has another grant than the busy reply");
+            .expect("the key was granted again since the busy reply");
     }
 
     #[tokio::test]
@@ -524,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiter_in_a_runtime_without_io_polls() {
+    fn a_waiter_in_a_runtime_without_io_is_woken() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let folder = TestFolder::new();

@@ -5,7 +5,7 @@
 //! Every statement that relies on a row also checks the boot in the meta row. After a process of
 //! another boot has stored its boot id, this process must not grant or renew.
 //!
-//! The claim `x'2b'` is [`MARKER`](super::records::MARKER): the row contains the record of several
+//! The claim `x'2b'` is [`RECORD_MARKER`](super::records::RECORD_MARKER): the row contains the record of several
 //! claims.
 
 use std::sync::LazyLock;
@@ -339,7 +339,7 @@ pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
     })
 });
 
-/// Returns the held keys with their marks. The mark of a grant is its token. The mark of a key that
+/// Returns the held keys with their versions. The version of a grant is its token. The version of a key that
 /// several claims can hold is `since` with the highest bit set. Parameters: now, boot, namespace,
 /// then the keys.
 pub(super) static HELD_MARKS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {

@@ -11,7 +11,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
-use super::records::{MARKER, SqliteRowState};
+use super::records::{RECORD_MARKER, SqliteRowState};
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
@@ -48,7 +48,14 @@ impl SqliteStatementBinder {
         let mut record = LockRecord::new();
         record.insert(LockRecord::granted_entry(claim, token, since, until));
         let label = Some(record.to_text());
-        self.grant(sql::ACQUIRE_AT, claim, MARKER.to_vec(), token.get().cast_signed(), label, now)
+        self.grant(
+            sql::ACQUIRE_AT,
+            claim,
+            RECORD_MARKER.to_vec(),
+            token.get().cast_signed(),
+            label,
+            now,
+        )
     }
 
     fn grant(
@@ -272,7 +279,11 @@ impl SqliteStatementBinder {
     }
 
     /// Binds [`sql::HELD_MARKS`].
-    pub(super) fn held_marks(&self, batch: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
+    pub(super) fn held_versions(
+        &self,
+        batch: &'static BatchStatement,
+        keys: &[Key],
+    ) -> SqliteQuery {
         let mut statement = self.batch_query(batch, self.clock.now());
         for key in keys {
             statement = statement.bind(key_bytes(key));

@@ -4,7 +4,7 @@
 //! that must not depend on a caller's runtime:
 //! - unpolled calls of `serial_executor`,
 //! - the pauses of `connection`,
-//! - the task of `waiters`.
+//! - the task of `release_watcher`.
 
 use std::convert::Infallible;
 use std::future::Future;

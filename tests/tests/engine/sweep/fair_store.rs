@@ -96,7 +96,7 @@ impl LockBackend for FairBackend {
         }
         let blocker = state.holder.as_ref().or_else(|| state.queue.front());
         let left = blocker.map_or(Duration::ZERO, |blocker| blocker.until - Instant::now());
-        Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(state.changes)))
+        Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_seen_version(state.changes)))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -134,7 +134,7 @@ impl LockBackend for FairBackend {
         let changed = self.0.changed.notified();
         tokio::pin!(changed);
         changed.as_mut().enable();
-        if self.0.state.lock().unwrap().changes == busy.mark {
+        if self.0.state.lock().unwrap().changes == busy.seen_version {
             changed.await;
         }
     }
