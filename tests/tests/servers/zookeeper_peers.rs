@@ -8,9 +8,10 @@
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::{fs, io};
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -581,19 +582,41 @@ fn peer(
     HelperProcess::spawn(command).unwrap()
 }
 
+/// The class path of Curator. The manifest of `curator-recipes.jar` names its dependencies.
+const CURATOR_CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
+
+/// Compiles `source` once for all test processes, and returns the folder of the classes. Compiling
+/// takes longer than most uses of the program.
+fn compile_curator_peer(source: &Path) -> io::Result<PathBuf> {
+    let mut hasher = DefaultHasher::new();
+    fs::read(source)?.hash(&mut hasher);
+    let parent = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let classes = parent.join(format!("curator-{:016x}", hasher.finish()));
+    if !classes.is_dir() {
+        fs::create_dir_all(parent)?;
+        let incomplete = tempfile::tempdir_in(parent)?;
+        let mut javac = Command::new("javac");
+        javac.args(["-cp", CURATOR_CLASSES, "-d"]).arg(incomplete.path().join("classes"));
+        let output = javac.arg(source).output()?;
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        // Fails if another process has already published the classes.
+        _ = fs::rename(incomplete.path().join("classes"), &classes);
+    }
+    Ok(classes)
+}
+
 /// The command of a peer that acquires the lock at [`PATH`].
 fn peer_command(program: Program, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
     let layout = match program {
         Curator | CuratorReading | CuratorWriting | CuratorWithSemaphore => {
-            // The manifest of `curator-recipes.jar` names its dependencies.
-            const CLASSES: &str =
-                "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
             let mut command = Command::new("java");
             // The process is short-lived and is started often.
             command.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]);
-            command.args(["-cp", CLASSES]).arg(peers.join("Curator.java"));
+            let classes = compile_curator_peer(&peers.join("Curator.java")).unwrap();
+            command.arg("-cp").arg(format!("{CURATOR_CLASSES}:{}", classes.display()));
+            command.arg("Curator");
             command.args(["--url", url, "--path", PATH, "--session-ms", &session_ms]);
             command.args([
                 "--recipe",
