@@ -154,20 +154,20 @@ impl Function {
         let (registry, body) = (&options.registry, &self.body);
         // With this span, the local variables of the expansion are not visible in the body.
         let hygienic = Span::mixed_site();
-        let bind = token.map(|token| {
+        let bind_token = token.map(|token| {
             quote_spanned!(hygienic=> let #token = #crate_path::LockGuard::fencing_token(&guard);)
         });
         let result = self.result_type()?;
         // The compiler shows type errors at the user's code that causes them.
         let at_result = hygienic.located_at(result.span());
-        let convert = quote_spanned!(at_result=>
+        let convert_error = quote_spanned!(at_result=>
             ::core::result::Result::Err(::core::convert::From::from(error))
         );
         let fail = quote_spanned!(at_result=> fail(error));
         let at_registry = hygienic.located_at(registry.span());
         let obtain = quote_spanned!(at_registry=> (#registry).obtain(&#key));
         Ok(quote_spanned!(hygienic=> {
-            let fail = |error: #crate_path::LockError| #convert;
+            let fail = |error: #crate_path::LockError| #convert_error;
             let lock = {
                 #[allow(unused_imports)]
                 use #crate_path::LockRegistry as _;
@@ -177,7 +177,7 @@ impl Function {
                 ::core::result::Result::Ok(guard) => guard,
                 ::core::result::Result::Err(error) => return #fail,
             };
-            #bind
+            #bind_token
             let protected = #crate_path::LockGuard::protect(&guard, async move {
                 // Sets the type of the block to that of the function, for `?` and coercions.
                 if let ::core::option::Option::Some(error) = ::core::option::Option::None {

@@ -165,8 +165,8 @@ impl RegistryConfig {
     /// with dashes.
     ///
     /// # Errors
-    /// [`ConfigError`] if the option `name` does not exist, is already set, or does not accept this
-    /// value.
+    /// [`ConfigError`] if the option `name` does not exist, is already set by this method, or if
+    /// `value` does not have its syntax. [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```
@@ -229,9 +229,10 @@ impl RegistryConfig {
     /// Validates the configuration, and then opens the store.
     ///
     /// Repeats an attempt that fails with a transient error: connection refused, name not resolved,
-    /// or server starting. The pause grows with each attempt. The repetition ends after
-    /// `connect_timeout`, or after the time that [`connect_within`](Self::connect_within) sets. Any
-    /// other error, such as a wrong password, is returned at once.
+    /// or server starting. The pause doubles with each attempt, up to one second. The repetition
+    /// ends after `connect_timeout`, or after the time that
+    /// [`connect_within`](Self::connect_within) sets. Any other error, such as a wrong password, is
+    /// returned at once.
     ///
     /// # Errors
     /// [`ConfigError`] if the configuration is invalid or the store cannot be opened.

@@ -13,8 +13,9 @@ impl RegistryConfig {
     /// the same variables as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
-    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, or has a value that
-    /// its option does not accept.
+    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, is already set, or
+    /// has a value without the syntax of its option. [`check`](Self::check) also verifies the
+    /// range.
     pub fn with_env(self) -> Result<Self, ConfigError> {
         self.with_vars(std::env::vars_os())
     }

@@ -20,8 +20,8 @@ impl RegistryConfig {
     /// rest of the document is ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] if the text is not TOML, or an option is unknown or does not accept its
-    /// value.
+    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, is already set, or has a
+    /// value without its syntax. [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```
@@ -72,10 +72,10 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
 
 /// The value of an option.
 enum OptionValue {
-    /// Text, or a number or boolean as text. One function per option thus parses the values of all
-    /// sources.
+    /// Text, or a whole number or boolean as text. One function per option thus parses the values
+    /// of all sources.
     Text(String),
-    /// A list, a table or a date, which no option accepts.
+    /// A list, a table, a date, a null or a number that is not whole. No option accepts these.
     Other,
 }
 

@@ -42,9 +42,9 @@ pub use registry_core::{
     Reach, Registry, RoutingRegistry,
 };
 
-/// Types that methods of registries, locks and guards return: of locks of several holders or of
-/// several keys (`read`, `semaphore`, `obtain_all`), of `execute_locked`, of value blocks, and of
-/// lists of waiters.
+/// Types in the signatures of methods of registries, locks and guards: for locks of several holders
+/// or of several keys (`read`, `semaphore`, `obtain_all`), for `execute_locked`, for value blocks,
+/// and for lists of waiters.
 pub mod modes {
     pub use registry_core::{
         ClaimMode, Executed, InvalidClaimMode, LockValue, MultiGuard, MultiLock, Semaphore,

@@ -34,7 +34,7 @@ const OPTIONS: &[OptionRow] = &[OptionRow::namespace("none"), OptionRow::layout(
 #[derive(Debug)]
 struct LocalConfig {
     kind: &'static StoreKind,
-    /// All registries with this name share one store. `None` for a separate store.
+    /// All registries with this name and namespace share one store. `None` for a separate store.
     name: Option<String>,
     namespace: Option<String>,
 }

@@ -137,8 +137,9 @@ pub(crate) fn variable(option: &str) -> String {
 
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
-/// The options of one source as text, in the order in which they were set. The syntax of each value
-/// is valid. The range depends on the store and is not checked yet.
+/// The options of one source as text, in the order in which they were set. [`Options::set`] checks
+/// the syntax of a value. [`Options::replace`] checks nothing. The range depends on the store and
+/// is not checked yet.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Options(Vec<(&'static str, Secret)>);
 
@@ -153,7 +154,7 @@ impl Options {
         self.iter().find(|(name, _)| *name == option).map(|(_, value)| value)
     }
 
-    /// Sets an option from code. A later call replaces the value.
+    /// Sets an option without any check. A later call replaces the value.
     pub(crate) fn replace(&mut self, option: &'static str, value: impl Into<String>) {
         self.0.retain(|(name, _)| *name != option);
         self.0.push((option, Secret::new(value)));
@@ -321,8 +322,8 @@ pub struct OptionDescription {
     pub help: &'static str,
 }
 
-/// Returns the options of all stores in this build. An option has several lines if its default or
-/// its values depend on the store.
+/// Returns the options of all stores in this build. An option has several lines if its default, its
+/// values or its help text depend on the store.
 #[must_use]
 pub fn describe_options() -> Vec<OptionDescription> {
     let mut lines: Vec<OptionDescription> = Vec::new();

@@ -9,10 +9,10 @@ use crate::{scheme, store_url};
 /// Returns a store URL without its secrets, for logs and messages.
 ///
 /// The result contains only parts without secrets: a known scheme, hosts and ports, a path, and
-/// known options with valid values. `***` replaces the user, the password, and the value of every
-/// other option.
+/// known options with valid values. `***` replaces the login, the value of every other known
+/// option, and every unknown option with its name.
 ///
-/// For a URL that cannot be parsed, the result contains only the scheme. A password with an
+/// For a URL that cannot be parsed, the result contains at most the scheme. A password with an
 /// unescaped `/`, `?`, `#` or `@` may be anywhere in such a URL.
 ///
 /// # Examples
@@ -209,7 +209,8 @@ mod tests {
 
     #[test]
     fn no_combination_of_parts_shows_a_secret() {
-        // The list contains one scheme for each syntax of URLs.
+        // The schemes that `redact_address` distinguishes, more kinds of Redis, a misspelt scheme,
+        // and an unknown one.
         let schemes = [
             "memory",
             "SQLite",
@@ -271,8 +272,8 @@ mod tests {
 
     #[test]
     fn no_edit_of_one_character_shows_a_secret() {
-        // Each password contains `canary` twice. An edit damages at most one occurrence, and
-        // the test finds the second occurrence.
+        // Each password contains `canary` twice. An inserted, removed or replaced character damages
+        // at most one occurrence, and the test finds the other one.
         for url in [
             "redis://user:canarycanary@host:6379/0?lease=30s",
             "rediss://:canarycanary@host",
