@@ -161,9 +161,9 @@ pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &Tes
     late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 
     let owner = Owner::new();
-    let own = || lock.lock_with(LockOptions::new().owner(&owner));
+    let lock_as_owner = || lock.lock_with(LockOptions::new().owner(&owner));
     let held = lock.lock().await.expect("a free lock is acquired");
-    let (mut first, mut unpolled) = (pin!(own()), pin!(own()));
+    let (mut first, mut unpolled) = (pin!(lock_as_owner()), pin!(lock_as_owner()));
     assert!(poll!(first.as_mut()).is_pending(), "two guards of one key");
     assert!(poll!(unpolled.as_mut()).is_pending(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
@@ -346,7 +346,7 @@ pub async fn a_waiting_lock_may_be_dropped_at_every_poll(context: &TestContext) 
     let unlocking = Mutex::new(JoinSet::new());
     let make = async || {
         let guard = remote.obtain("orders:42").lock().await.expect("the lock is acquired");
-        locked(&unlocking).spawn(unlock_soon(guard));
+        lock_mutex(&unlocking).spawn(unlock_soon(guard));
         let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
@@ -361,7 +361,7 @@ pub async fn a_queued_lock_may_be_dropped_at_every_poll(context: &TestContext) {
     let make = async || {
         let lock = local.obtain("orders:42");
         let guard = lock.lock().await.expect("the lock is acquired");
-        locked(&unlocking).spawn(unlock_soon(guard));
+        lock_mutex(&unlocking).spawn(unlock_soon(guard));
         async move { lock.lock().await.map(Some) }
     };
     sweep_acquisition(context, make, [&remote, &local]).await;
@@ -436,6 +436,8 @@ pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
+/// Sweeps `work` on a held guard. After each run, the guard must still be held, and `work` must
+/// succeed.
 #[expect(
     clippy::future_not_send,
     reason = "the future is `Send` if that of `work` is, which no bound can express yet"
@@ -451,11 +453,12 @@ async fn sweep_with_guard(
     let make = async || {
         let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
         let guard = Arc::new(guard);
-        *locked(&slot) = Some(Arc::clone(&guard));
+        *lock_mutex(&slot) = Some(Arc::clone(&guard));
         async move { work(&guard).await }
     };
     sweep(make, POLLS_MAX, async |_| {
-        let guard = locked(&slot).take().and_then(Arc::into_inner).expect("the future was dropped");
+        let guard =
+            lock_mutex(&slot).take().and_then(Arc::into_inner).expect("the future was dropped");
         assert!(guard.is_held(), "the dropped future affected the guard");
         work(&guard).await;
         guard.unlock().await.expect("a held lock is unlocked");
@@ -474,11 +477,11 @@ pub async fn close_may_be_dropped_at_every_poll(context: &TestContext) {
         let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
         let dropped = local.obtain("orders:43").lock().await.expect("the lock is acquired");
         drop(dropped);
-        *locked(&slot) = Some((local.clone(), guard));
+        *lock_mutex(&slot) = Some((local.clone(), guard));
         async move { local.close(Duration::from_millis(20)).await }
     };
     sweep(make, POLLS_MAX, async |_| {
-        let (local, guard) = locked(&slot).take().expect("the value was set");
+        let (local, guard) = lock_mutex(&slot).take().expect("the value was set");
         _ = local.close(Duration::from_millis(20)).await;
         assert!(!guard.is_held(), "a closed registry holds");
         context.assert_becomes_free(&remote, "orders:42").await;
@@ -492,10 +495,10 @@ pub async fn reentry_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let owner = Owner::new();
     let lock = local.obtain("orders:42");
-    let own = || LockOptions::new().owner(&owner);
-    let outer = lock.lock_with(own()).await.expect("the store answers");
+    let owner_options = || LockOptions::new().owner(&owner);
+    let outer = lock.lock_with(owner_options()).await.expect("the store answers");
     let make = async || {
-        let (lock, options) = (lock.clone(), own());
+        let (lock, options) = (lock.clone(), owner_options());
         async move { lock.lock_with(options).await }
     };
     sweep(make, POLLS_MAX, async |end| {
@@ -510,7 +513,7 @@ pub async fn reentry_may_be_dropped_at_every_poll(context: &TestContext) {
 
 /// Locks the mutex even if it is poisoned, because the panic that poisoned it is reported
 /// elsewhere.
-fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_mutex<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
