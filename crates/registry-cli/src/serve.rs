@@ -39,7 +39,7 @@ pub(crate) struct ServeCommand {
     address: SocketAddr,
     interval: Duration,
     break_token: Option<BreakToken>,
-    hosts: Option<Vec<String>>,
+    allowed_hosts: Option<Vec<String>>,
 }
 
 impl ServeCommand {
@@ -48,9 +48,9 @@ impl ServeCommand {
         let break_token = break_token(&args)?;
         // On other addresses, any name may be a valid name of this host.
         let is_local = args.listen.ip().to_canonical().is_loopback();
-        let hosts = (is_local || !args.allow_host.is_empty()).then_some(args.allow_host);
+        let allowed_hosts = (is_local || !args.allow_host.is_empty()).then_some(args.allow_host);
         let (address, interval) = (args.listen, args.interval);
-        Ok(Self { store, address, interval, break_token, hosts })
+        Ok(Self { store, address, interval, break_token, allowed_hosts })
     }
 
     /// Serves until a signal requests the end of the process. Returns status 0.
@@ -77,7 +77,7 @@ impl ServeCommand {
             monitor,
             names: MetricsObserver::new(registry.capabilities().store),
             break_token: self.break_token,
-            hosts: self.hosts,
+            allowed_hosts: self.allowed_hosts,
             age_limit: AGE_LIMIT.max(self.interval * 3),
             output,
         });

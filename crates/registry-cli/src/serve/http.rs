@@ -43,7 +43,7 @@ pub(crate) struct Server {
     pub(crate) break_token: Option<BreakToken>,
     /// The names that the header `Host` may contain, in addition to IP addresses and `localhost`.
     /// `None`: the header is not checked.
-    pub(crate) hosts: Option<Vec<String>>,
+    pub(crate) allowed_hosts: Option<Vec<String>>,
     /// `/healthz` fails if the last snapshot is older.
     pub(crate) age_limit: Duration,
     pub(crate) output: Output,
@@ -98,7 +98,7 @@ pub(crate) fn router(server: Arc<Server>) -> Router {
         .fallback(async || {
             Failure::new(StatusCode::NOT_FOUND, "this server has no such path; the page is at /")
         })
-        .layer(from_fn_with_state((Arc::clone(&server), policy), protect))
+        .layer(from_fn_with_state((Arc::clone(&server), policy), apply_security_policy))
         .with_state(server)
 }
 
@@ -130,7 +130,7 @@ fn page(store: &str, may_break: bool) -> Page {
 ///
 /// An attacker can make the name of a site resolve to a loopback address (DNS rebinding). Without
 /// the refusal, a page of that site could read all locks.
-async fn protect(
+async fn apply_security_policy(
     State((server, policy)): State<(Arc<Server>, HeaderValue)>,
     request: Request,
     next: Next,
@@ -168,7 +168,7 @@ fn host_of(request: &Request) -> Option<String> {
 
 impl Server {
     fn accepts_host(&self, host: Option<&str>) -> bool {
-        let Some(allowed) = &self.hosts else { return true };
+        let Some(allowed) = &self.allowed_hosts else { return true };
         // DNS rebinding needs a name. If the header contains an IP address, the same-origin policy
         // of the browser keeps pages of other sites from reading the answer.
         host.is_some_and(|host| {
@@ -226,7 +226,7 @@ async fn locks(
     RawQuery(query): RawQuery,
 ) -> Result<Response, Failure> {
     if let Some(key) = key_in(query.as_deref())? {
-        return Ok(lock(&server, &key));
+        return Ok(lock_response(&server, &key));
     }
     let published = server.monitor.published();
     let capabilities = server.monitor.registry().capabilities();
@@ -258,13 +258,15 @@ async fn lock_in_path(
     State(server): State<Arc<Server>>,
     Path(key): Path<String>,
 ) -> Result<Response, Failure> {
-    Ok(lock(&server, &parse_key(&key)?))
+    Ok(lock_response(&server, &parse_key(&key)?))
 }
 
-fn lock(server: &Server, key: &Key) -> Response {
+fn lock_response(server: &Server, key: &Key) -> Response {
     let published = server.monitor.published();
-    let holders: Vec<_> = published.snapshot.holders.iter().filter(|it| it.key == *key).collect();
-    let waiters: Vec<_> = published.snapshot.waiters.iter().filter(|it| it.key == *key).collect();
+    let holders: Vec<_> =
+        published.snapshot.holders.iter().filter(|holder| holder.key == *key).collect();
+    let waiters: Vec<_> =
+        published.snapshot.waiters.iter().filter(|waiter| waiter.key == *key).collect();
     json_of(&LockDetails {
         taken_at_ms: published.taken_at_ms,
         error: published.error.as_deref(),
@@ -380,7 +382,7 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
 
 /// Sends an event with all rows, and then an event for each snapshot.
 async fn events(State(server): State<Arc<Server>>) -> Result<Response, Failure> {
-    if server.monitor.event_streams() >= EVENT_STREAMS_MAX {
+    if server.monitor.event_stream_count() >= EVENT_STREAMS_MAX {
         return Err(Failure::new(
             StatusCode::SERVICE_UNAVAILABLE,
             format!("the limit of {EVENT_STREAMS_MAX} open pages is reached; close some of them"),

@@ -50,7 +50,7 @@ pub(crate) struct Published {
     pub(crate) graph: Arc<WaitGraph>,
     rows: Arc<BTreeMap<Key, Row>>,
     /// The event with all rows, for a page that has none yet.
-    whole: OnceLock<Bytes>,
+    all_rows_event: OnceLock<Bytes>,
     /// The answer of `/api/locks`.
     pub(crate) listing: OnceLock<Bytes>,
     /// The answer of `/metrics`.
@@ -87,8 +87,8 @@ struct Update<'a> {
     all: bool,
     /// The time of the snapshot.
     at: u64,
-    /// The time of the server, for the difference to the clock of the browser. After failures, `at`
-    /// is much older.
+    /// The time of the last attempt on the clock of the server, for the difference to the clock of
+    /// the browser. After failures, `at` is much older.
     now: u64,
     error: Option<&'a str>,
     /// Grants per second.
@@ -115,7 +115,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(60);
 /// that scans all keys to find the locks, such as Redis with millions of other keys.
 const SNAPSHOT_PAUSE_FACTOR: u32 = 4;
 
-/// The maximum pause after a failed snapshot, and the maximum pause that requests of clients cause.
+/// The maximum interval after a failed snapshot, and the maximum pause that requests of clients
+/// cause.
 const SHORT_PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl Monitor {
@@ -147,7 +148,7 @@ impl Monitor {
     }
 
     /// Returns the number of connections that receive events.
-    pub(crate) fn event_streams(&self) -> usize {
+    pub(crate) fn event_stream_count(&self) -> usize {
         self.changes.receiver_count()
     }
 
@@ -159,7 +160,7 @@ impl Monitor {
         let changes = self.changes.subscribe();
         let latest = Arc::clone(&published);
         drop(published);
-        (latest.whole_event(), changes)
+        (latest.event_with_all_rows(), changes)
     }
 
     /// Ends the current pause, so that the next snapshot is taken now.
@@ -199,7 +200,7 @@ impl Monitor {
                     history.record(&latest.snapshot.holders, latest.taken_at_ms);
                     latest
                 }
-                Err(error) => before.failed(error.to_string()),
+                Err(error) => before.with_error(error.to_string()),
             };
             let event = latest.changes_since(&before);
             self.publish(latest, event);
@@ -234,14 +235,14 @@ impl Published {
             failures: before.map_or(0, |before| before.failures),
             grants_per_second: 0.0,
             rows: Arc::new(rows),
-            whole: OnceLock::new(),
+            all_rows_event: OnceLock::new(),
             listing: OnceLock::new(),
             metrics: OnceLock::new(),
         }
     }
 
     /// Returns the same snapshot with the error of an attempt to take the next one.
-    fn failed(&self, error: String) -> Self {
+    fn with_error(&self, error: String) -> Self {
         Self {
             snapshot: Arc::clone(&self.snapshot),
             graph: Arc::clone(&self.graph),
@@ -249,19 +250,19 @@ impl Published {
             tried_at_ms: whole_millis(time_since_1970()),
             error: Some(error),
             failures: self.failures + 1,
-            whole: OnceLock::new(),
+            all_rows_event: OnceLock::new(),
             listing: OnceLock::new(),
             metrics: OnceLock::new(),
             ..*self
         }
     }
 
-    fn whole_event(&self) -> Bytes {
+    fn event_with_all_rows(&self) -> Bytes {
         let update = || {
             let rows = self.rows.values().collect();
             event(&self.update(true, rows, Vec::new(), Some(&self.graph)))
         };
-        self.whole.get_or_init(update).clone()
+        self.all_rows_event.get_or_init(update).clone()
     }
 
     fn changes_since(&self, before: &Self) -> Bytes {
@@ -406,7 +407,7 @@ mod tests {
     #[test]
     fn the_average_processor_share_is_limited_for_expensive_snapshots() {
         let interval = Duration::from_secs(1);
-        for (used_ms, rounds) in [(5, 1.0), (100, 2.5), (1_000, 25.0)] {
+        for (used_ms, expected) in [(5, 1.0), (100, 2.5), (1_000, 25.0)] {
             let mut limit = ProcessorLimit::new(PAUSE_MAX);
             let used = Duration::from_millis(used_ms);
             let mut pause = interval;
@@ -417,7 +418,7 @@ mod tests {
                 pause = interval.max(limit.pause);
             }
             let average = elapsed.as_secs_f64() / 100.0;
-            assert!((average / rounds - 1.0).abs() < 0.05, "{used_ms} ms: {average} s per round");
+            assert!((average / expected - 1.0).abs() < 0.05, "{used_ms} ms: {average} s per round");
         }
     }
 
@@ -431,7 +432,7 @@ mod tests {
     #[test]
     fn an_event_has_only_the_rows_that_changed() {
         let first = Published::new(snapshot(&[("a", "x", 5), ("b", "y", 5)], &["b"]), None);
-        let all = event_of(&first.whole_event());
+        let all = event_of(&first.event_with_all_rows());
         assert_eq!((all["all"].as_bool(), all["set"].as_array().unwrap().len()), (Some(true), 2));
         assert_eq!(all["set"][1]["waiters"][0]["label"], "waiter");
         assert!(all["set"][0].get("waiters").is_none());
@@ -444,7 +445,7 @@ mod tests {
         );
         assert_eq!(changes["removed"], serde_json::json!(["b"]));
 
-        let failed = second.failed("no connection".to_owned());
+        let failed = second.with_error("no connection".to_owned());
         let changes = event_of(&failed.changes_since(&second));
         assert_eq!((&changes["error"], failed.failures), (&"no connection".into(), 1));
         assert_eq!(changes["set"], serde_json::json!([]));
@@ -454,7 +455,7 @@ mod tests {
     #[test]
     fn text_from_other_users_cannot_end_an_event() {
         let only = Published::new(snapshot(&[("a\n\ndata: b", "x\r\n\r\nevent: y", 5)], &[]), None);
-        let all = event_of(&only.whole_event());
+        let all = event_of(&only.event_with_all_rows());
         assert_eq!(all["set"][0]["key"], "a\n\ndata: b");
     }
 }

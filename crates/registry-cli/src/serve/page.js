@@ -12,7 +12,7 @@ let numbers = null;
 // events, because the delay of an event increases the measured difference.
 let clockOffset = Infinity;
 let sort = { by: "key", descending: false };
-let limit = 200;
+let rowLimit = 200;
 let selected = null;
 
 const serverNow = () => Date.now() - (Number.isFinite(clockOffset) ? clockOffset : 0);
@@ -54,7 +54,8 @@ function element(name, text, className) {
 const textOf = (text) => element("span", printable(text), "text");
 const labelOf = (label) => label === null ? element("span", "no label", "weak") : textOf(label);
 
-// Replaces the children of `parent` that differ. Equal children stay, so that they keep the selection of text.
+// Replaces the children of `parent` that differ. Equal children stay, so that they keep the
+// selection of text.
 function fill(parent, children) {
   children.forEach((child, index) => {
     const old = parent.children[index];
@@ -111,7 +112,7 @@ function drawTable() {
   const rows = Array.from(shownRows(byId("filter").value.toLowerCase()));
   const order = ORDERS[sort.by];
   rows.sort((a, b) => (sort.descending ? order(b, a) : order(a, b)) || compareKeys(a, b));
-  const count = Math.min(rows.length, limit);
+  const count = Math.min(rows.length, rowLimit);
   while (tableBody.children.length < count) tableBody.append(newRow());
   while (tableBody.children.length > count) tableBody.lastElementChild.remove();
   const now = serverNow();
@@ -395,8 +396,8 @@ function draw() {
   drawDetails();
 }
 
-byId("filter").addEventListener("input", () => { limit = 200; drawTable(); });
-document.querySelector("#more button").addEventListener("click", () => { limit += 1000; drawTable(); });
+byId("filter").addEventListener("input", () => { rowLimit = 200; drawTable(); });
+document.querySelector("#more button").addEventListener("click", () => { rowLimit += 1000; drawTable(); });
 for (const button of document.querySelectorAll("#locks th button")) {
   button.addEventListener("click", () => {
     const by = button.dataset.sort;

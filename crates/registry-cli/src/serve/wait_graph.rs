@@ -269,7 +269,8 @@ mod tests {
     fn a_permit_waits_until_enough_units_are_free() {
         let (one, two) = ("permits 1 of 2", "permits 2 of 2");
         let holders = [("a", "1", one), ("b", "2", X), ("c", "1", one)];
-        // The process c continues and releases one unit. This is enough if b wants one unit, but not if b wants two.
+        // The process c continues and releases one unit. This is enough if b wants one unit, but
+        // not if b wants two.
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", one)]), [[""; 0]; 0]);
         assert_eq!(deadlocks(&holders, &[("a", "2", X), ("b", "1", two)]), [["a", "b"]]);
     }
