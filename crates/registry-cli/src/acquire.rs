@@ -150,10 +150,11 @@ pub(crate) async fn acquire(
         None | Some(Duration::ZERO) => String::new(),
         Some(wait) => format!("; not acquired within {}", humantime::format_duration(wait)),
     };
-    let (busy, holder_text) = (busy_key(key, holder.as_ref()), describe_holder(holder.as_ref()));
+    let held_key = busy_key(key, holder.as_ref());
+    let holder_text = describe_holder(holder.as_ref());
     output.notice(
         "not_obtained",
-        &format!("{busy} is held by {holder_text}{limit_note}"),
+        &format!("{held_key} is held by {holder_text}{limit_note}"),
         json!({ "key": key, "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
     );
     Ok(AcquireOutcome::Busy)
@@ -188,8 +189,9 @@ pub(crate) async fn close_reader(registry: &Registry) {
     let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
 }
 
-/// Closes `registry` after `run` or `hold` has ended with `status`. Waits until `min_hold` is over.
-/// A signal ends this wait, and the key then stays locked until its lease ends.
+/// Closes `registry` after `run`, `hold` or `elect` has ended with `status`. Unless the lock was
+/// lost, waits until `min_hold` is over. A signal ends this wait, and the key then stays locked
+/// until its lease ends.
 pub(crate) async fn close_after(
     registry: &Registry,
     status: &Result<u8, CliError>,
@@ -301,7 +303,8 @@ impl ProgressLine {
 
     fn show(&self, text: String) {
         if let Some(texts) = &self.texts {
-            // Sending fails while the thread draws the previous text. A newer text follows.
+            // Sending fails if the thread has not taken the previous text yet. A newer text
+            // follows.
             let _ = texts.try_send(text);
         }
     }

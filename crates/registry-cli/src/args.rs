@@ -346,8 +346,8 @@ pub(crate) struct TopArgs {
 ///
 /// The number of open pages does not affect how often the store is read. The pauses between two
 /// readings are longer than --interval if this command would otherwise use more than 4 % of a
-/// processor. The connections are not encrypted, and all users who can reach the address can read
-/// all keys and labels.
+/// processor, or if a reading takes longer than a quarter of --interval. The connections are not
+/// encrypted, and all users who can reach the address can read all keys and labels.
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_EXAMPLES)]
 pub(crate) struct ServeArgs {

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use lock_registry::config::InvalidOption;
 use lock_registry::{ConfigError, LockError};
 
-/// The key is not locked (`show`, `break`), or there is a warning (`doctor --strict`).
+/// The key is not locked (`show`, `break`) or has no value block (`value`), or there is a warning
+/// (`doctor --strict`).
 pub(crate) const NEGATIVE: u8 = 1;
 /// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
 pub(crate) const NOT_OBTAINED: u8 = 75;
@@ -39,7 +40,7 @@ pub(crate) enum CliError {
     Usage(String),
     Config(ConfigError),
     Lock(LockError),
-    /// The command of `run` is not a program, or this user may not execute it.
+    /// The command of `run` or `elect` is not a program, or this user may not execute it.
     NotExecutable(String),
     NotFound(String),
     /// The directory of the default store cannot be created.

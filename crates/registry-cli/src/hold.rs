@@ -106,8 +106,8 @@ async fn hold_until_end(
     let mut printed = None;
     let mut done = Box::pin(async {
         tokio::select! {
-            () = termination_signal(signals) => {}
-            () = stdin_closed() => {}
+            () = wait_for_termination_signal(signals) => {}
+            () = wait_for_stdin_end() => {}
         }
     });
     // If the line cannot be written, its reader does not know of the lock. The loop then ends, and
@@ -116,7 +116,8 @@ async fn hold_until_end(
         tokio::select! {
             biased;
             (key, reason) = guard.lost() => {
-                // The engine has handled the loss, so the drop sends no release.
+                // The drop sends no release for the lost key. It releases the other keys of
+                // `--also`.
                 drop(guard);
                 report_loss(output, key, reason).await;
                 return Ok(exit::LOST);
@@ -142,7 +143,8 @@ async fn hold_until_end(
     }
 }
 
-/// Prints the loss on stdout, or on stderr if no reader accepts it within [`READ_LIMIT`].
+/// Prints the loss on stdout. If no reader accepts it within [`READ_LIMIT`], prints it on stderr,
+/// unless `--quiet` was given.
 async fn report_loss(output: Output, key: String, reason: LostReason) {
     let line = print_line(LostLine { key: key.clone(), lost: reason });
     if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {
@@ -171,12 +173,12 @@ async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliErr
 /// The time that the reader of stdout has for the last line before `lockreg` ends.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
-async fn termination_signal(signals: &mut Signals) {
+async fn wait_for_termination_signal(signals: &mut Signals) {
     while !is_termination_signal(signals.next_termination().await) {}
 }
 
-/// Waits until the other end of stdin is closed, and ignores the input.
-async fn stdin_closed() {
+/// Waits until stdin ends or cannot be read, and ignores the input.
+async fn wait_for_stdin_end() {
     let (sender, ended) = oneshot::channel();
     // A read may block forever, so it has a thread of its own, which ends with the process.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {

@@ -42,14 +42,15 @@ impl Output {
         if self.json { json_to_stdout(value) } else { to_stdout(text().as_bytes()) }
     }
 
-    /// Prints progress to stderr, unless `--quiet` was given.
+    /// Prints progress or a warning to stderr, unless `--quiet` was given.
     pub(crate) fn notice(self, event: &str, text: &str, details: Value) {
         if !self.quiet {
             self.alert(event, text, details);
         }
     }
 
-    /// Prints to stderr even with `--quiet`. For the loss of a lock, and for a failed release.
+    /// Prints to stderr even with `--quiet`: a lost lock, a failed release, a release by force over
+    /// HTTP, and the end of a command whose status `lockreg` does not return.
     pub(crate) fn alert(self, event: &str, text: &str, details: Value) {
         if !self.json {
             return line_to_stderr(&format!("lockreg: {text}"));
@@ -133,8 +134,8 @@ impl io::Write for LogToStderr {
 
 /// Queues `bytes` for the stderr thread. Drops `bytes` if the queue is full.
 ///
-/// This function never blocks. stderr may be a full pipe or a stopped terminal, and `lockreg` must
-/// still handle the loss of a lock.
+/// This function does not block, unless the thread cannot be started. stderr may be a full pipe or
+/// a stopped terminal, and `lockreg` must still handle the loss of a lock.
 fn to_stderr(bytes: Vec<u8>) {
     let mut writer = STDERR_WRITER.lock().unwrap_or_else(PoisonError::into_inner);
     if writer.is_none() {
@@ -164,14 +165,14 @@ impl StderrWriter {
         let (ended_sender, ended) = channel();
         // This thread may start before `Signals::catch` blocks signals. The thread blocks all
         // signals, because a signal that the kernel delivers to it would end the process.
-        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+        let old_mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
         let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
             for bytes in queue {
                 let _ = io::stderr().lock().write_all(&bytes);
             }
             let _ = ended_sender.send(());
         });
-        before.thread_set_mask()?;
+        old_mask.thread_set_mask()?;
         thread?;
         Ok(Self { lines, ended })
     }

@@ -193,27 +193,27 @@ impl<'a> LockedRun<'a> {
                     is_end_requested: false,
                     termination: Termination::NotRequested,
                 };
-                let exit_state = supervisor.until_end(observer, signals).await;
+                let command_exit = supervisor.until_end(observer, signals).await;
                 supervisor.terminal.reclaim(supervisor.running.group());
                 supervisor.watchdog.shut_down();
-                Ok((exit_state, supervisor.lost, supervisor.is_end_requested))
+                Ok((command_exit, supervisor.lost, supervisor.is_end_requested))
             }
             Err(failure) => Err(failure),
         };
         let key = guard.key().to_owned();
         let recorded = match (&ended, &recording) {
-            (Ok((exit_state, None, _)), Some(recording)) => {
-                recording.complete(&guard, exit_state.status()).await
+            (Ok((command_exit, None, _)), Some(recording)) => {
+                recording.complete(&guard, command_exit.status()).await
             }
             _ => Ok(()),
         };
         let released = guard.unlock().await;
-        let (exit_state, lost, is_end_requested) = ended?;
+        let (command_exit, lost, is_end_requested) = ended?;
         let report_end = || {
             output.alert(
                 "ended",
-                &format!("the command {exit_state}"),
-                json!({ "key": key, "status": exit_state.status() }),
+                &format!("the command {command_exit}"),
+                json!({ "key": key, "status": command_exit.status() }),
             );
         };
         if let Err(error) = recorded {
@@ -240,7 +240,7 @@ impl<'a> LockedRun<'a> {
                 json!({ "key": key, "causes": causes(&error) }),
             );
         }
-        Ok(RunEnd::Exited(exit_state.status()))
+        Ok(RunEnd::Exited(command_exit.status()))
     }
 
     /// Starts the command under the watchdog.
@@ -319,7 +319,7 @@ impl Supervisor<'_> {
     async fn until_end(&mut self, observer: &LockObserver, signals: &mut Signals) -> CommandExit {
         let mut renewals = observer.renewals();
         let mut lost = Box::pin(self.guard.lost());
-        let exit_state = loop {
+        let command_exit = loop {
             let termination = self.termination;
             tokio::select! {
                 biased;
@@ -328,7 +328,7 @@ impl Supervisor<'_> {
                 (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.next_change() => match change {
-                    StateChange::Ended(exit_state) => break exit_state,
+                    StateChange::Ended(command_exit) => break command_exit,
                     StateChange::Stopped(signal) => self.on_stop(signal),
                 },
                 () = until_kill_time(termination) => self.kill(),
@@ -361,7 +361,7 @@ impl Supervisor<'_> {
                 () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }
         }
-        exit_state
+        command_exit
     }
 
     fn on_lost(&mut self, key: &str, reason: LostReason) {
@@ -383,8 +383,9 @@ impl Supervisor<'_> {
         let grace = self.grace.min(kill_after(self.guard.valid_for()));
         self.termination = Termination::Requested { kill_at: Instant::now() + grace };
         self.request_termination(Signal::SIGTERM);
-        // From here on, the watchdog only sends SIGKILL if this process does not. A second SIGTERM
-        // makes many programs end without draining.
+        // From here on, the watchdog acts only shortly before the end of the lease, or if this
+        // process dies. It then sends SIGKILL directly after SIGTERM. An earlier second SIGTERM
+        // would make many programs end without draining.
         self.watchdog.watch_group(self.running.group(), Duration::ZERO);
         self.watchdog.extend_lease(kill_after(self.guard.valid_for()));
         report_loss(self.output, self.guard.key(), LostReason::Expired);

@@ -6,7 +6,8 @@ use std::io;
 use nix::sys::signal::{SigSet, Signal};
 use tokio::sync::mpsc;
 
-/// The signals that `run` passes on to its command. Without a command, most of them end `lockreg`.
+/// The signals that `run` and `elect` pass on to their command. Without a command, most of them end
+/// `lockreg`.
 const CAUGHT: [Signal; 8] = [
     Signal::SIGTERM,
     Signal::SIGINT,
@@ -29,8 +30,8 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Starts to receive signals. Call this function before this process has a second thread,
-    /// because an older thread would not block the signals.
+    /// Starts to receive signals. Call this function before this process starts a thread that does
+    /// not block all signals, because the kernel could deliver a signal to such a thread.
     pub(crate) fn catch() -> io::Result<Self> {
         let ignored = ignored_signals();
         let mut caught = SigSet::empty();

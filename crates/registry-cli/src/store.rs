@@ -1,5 +1,5 @@
-//! Selects and opens the store. This module returns all configuration errors before any access to a
-//! file or a server.
+//! Selects and opens the store. This module returns configuration errors before any access to a
+//! file or a server. Only the reach of a store with a URL is checked after it is opened.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -30,7 +30,7 @@ pub(crate) struct StoreConfig {
 
 impl StoreConfig {
     /// Selects the store: first the URL of the command line, then the URL of the environment, then
-    /// the SQLite file of this user.
+    /// the SQLite file of this user. With `--local`, selects the SQLite file.
     pub(crate) fn choose(global: &GlobalArgs) -> Result<Self, CliError> {
         let mut config = RegistryConfig::new().with_env()?;
         let mut directory = None;

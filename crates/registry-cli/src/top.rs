@@ -47,7 +47,7 @@ pub(crate) async fn top(
     let first = Snapshot::take(&registry).await?;
     let mut view = View::new(registry.capabilities().store, registry.capabilities().waiters);
     view.record(Ok(first));
-    let signal = terminated();
+    let signal = wait_for_termination();
     // A stopped terminal (Ctrl-S) blocks this thread while it draws. The task ends the process even
     // then.
     tokio::spawn(async {
@@ -55,7 +55,7 @@ pub(crate) async fn top(
         sleep(EXIT_LIMIT).await;
         std::process::exit(0);
     });
-    let terminated = terminated();
+    let terminated = wait_for_termination();
     let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
     let shown = show(&mut terminal, &registry, &mut view, args.interval, terminated).await;
     ratatui::restore();
@@ -146,7 +146,7 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::Sender<Update>
 
 /// Returns a future that waits for SIGTERM, SIGINT or SIGHUP, so that the terminal can be restored
 /// before the process ends. The signals are caught from the call on.
-fn terminated() -> impl Future<Output = ()> {
+fn wait_for_termination() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
     let signals =
         [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup()].map(signal);

@@ -1,5 +1,5 @@
-//! The child process in which `lockreg run` executes its command: starts it, reports when it stops
-//! or ends, and signals its group.
+//! The child process in which `lockreg run` or `elect` executes its command: starts it, reports
+//! when it stops or ends, and signals its group.
 
 use std::ffi::OsString;
 use std::io::{self, PipeWriter, Write as _};
@@ -150,7 +150,7 @@ fn pid_of(child: &Child) -> Pid {
     Pid::from_raw(child.id().cast_signed())
 }
 
-/// Waits until the process ends, and sends each change of its state.
+/// Waits until the process ends. Sends each stop and the end.
 fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>) {
     loop {
         let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {

@@ -26,7 +26,7 @@ impl Program {
     }
 }
 
-fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, CliError> {
+fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError> {
     let not_found =
         || CliError::NotFound(format!("command {name:?} not found; check its name and PATH"));
     if name.is_empty() {
@@ -39,9 +39,9 @@ fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, CliError> {
             FileStatus::Absent => Err(not_found()),
         };
     }
-    let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
+    let search_path = search_path.unwrap_or_else(|| "/bin:/usr/bin".into());
     let mut found_not_executable = false;
-    for directory in std::env::split_paths(&path) {
+    for directory in std::env::split_paths(&search_path) {
         // An empty entry of PATH means the working directory.
         let candidate = if directory.as_os_str().is_empty() {
             Path::new(".").join(name)
@@ -105,11 +105,11 @@ mod tests {
             std::fs::write(&file, "").unwrap();
             std::fs::set_permissions(&file, PermissionsExt::from_mode(mode)).unwrap();
         }
-        let path = || std::env::join_paths([&first, &second]).ok();
-        assert_eq!(status(find("job".as_ref(), path())), Ok(second.join("job")));
-        assert_eq!(status(find("data".as_ref(), path())), Err(126));
-        assert_eq!(status(find("absent".as_ref(), path())), Err(127));
-        assert_eq!(status(find("".as_ref(), path())), Err(127));
+        let search_path = || std::env::join_paths([&first, &second]).ok();
+        assert_eq!(status(find("job".as_ref(), search_path())), Ok(second.join("job")));
+        assert_eq!(status(find("data".as_ref(), search_path())), Err(126));
+        assert_eq!(status(find("absent".as_ref(), search_path())), Err(127));
+        assert_eq!(status(find("".as_ref(), search_path())), Err(127));
         assert_eq!(status(find(first.as_os_str(), None)), Err(126));
         assert_eq!(status(find(second.join("job").as_os_str(), None)), Ok(second.join("job")));
         assert_eq!(status(find("sh".as_ref(), None)).map(|path| path.ends_with("sh")), Ok(true));

@@ -1,6 +1,6 @@
-//! The hidden role `__exec`: executes the command of `run` in its own process. Before the exec,
-//! this role waits until the command may start. On Linux, it also sets a death signal: the kernel
-//! sends SIGTERM to the command when `lockreg` dies.
+//! The hidden role `__exec`: executes the command of `run` or `elect` in its own process. Before
+//! the exec, this role waits until the command may start. On Linux, it also sets a death signal:
+//! the kernel sends SIGTERM to the command when `lockreg` dies.
 //!
 //! `lockreg` itself would need `unsafe` code between fork and exec. A separate program needs none.
 
@@ -47,9 +47,9 @@ pub(super) fn exec_command(program: &Program, foreground: bool, gate: &PipeReade
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     let parent = arguments.next().and_then(|pid| pid.to_str()?.parse().ok()).map(Pid::from_raw);
     let gate = arguments.next().and_then(|gate| gate.to_str()?.parse().ok());
-    let terminal = arguments.next();
-    let (Some(parent), Some(gate), Some(terminal), Some(path), Some(name)) =
-        (parent, gate, terminal, arguments.next(), arguments.next())
+    let job_kind = arguments.next();
+    let (Some(parent), Some(gate), Some(job_kind), Some(path), Some(name)) =
+        (parent, gate, job_kind, arguments.next(), arguments.next())
     else {
         return USAGE;
     };
@@ -71,7 +71,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
             return OS;
         }
     }
-    if terminal.as_bytes() == FOREGROUND.as_bytes() {
+    if job_kind.as_bytes() == FOREGROUND.as_bytes() {
         set_foreground_group();
     }
     if let Err(error) = signals::unblock() {

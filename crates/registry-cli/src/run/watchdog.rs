@@ -1,5 +1,5 @@
-//! The watchdog: a second process that ends the command of `run` if `lockreg` cannot. `lockreg`
-//! cannot if it was killed, or if it is stopped while the lease ends.
+//! The watchdog: a second process that ends the command of `run` or `elect` if `lockreg` cannot.
+//! `lockreg` cannot if it was killed, or if it is stopped while the lease ends.
 //!
 //! `lockreg` writes lines to the stdin of the watchdog: `group GROUP GRACE`, `until DEADLINE`,
 //! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended. A watchdog
@@ -53,7 +53,7 @@ impl Watchdog {
         self.sender.set_group(group, grace);
     }
 
-    /// Informs the watchdog that the lock is held for `valid_for` from now.
+    /// Informs the watchdog that the command may run for `valid_for` from now.
     pub(crate) fn extend_lease(&mut self, valid_for: Duration) {
         self.sender.set_deadline(now().saturating_add(valid_for));
     }
@@ -199,8 +199,8 @@ impl<F: AsFd> MessageReader<F> {
 struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
-    /// The end of the lease. `None` if it is not known yet, or if `lockreg` or this watchdog
-    /// already ends the group.
+    /// The time from which the watchdog ends the group: the end of the lease, or earlier. `None` if
+    /// it is not known yet, or if `lockreg` or this watchdog already ends the group.
     until: Option<Duration>,
 }
 
@@ -317,7 +317,7 @@ mod tests {
     }
 
     /// Starts a shell in its own group, and waits until the shell has printed `up`.
-    fn group(script: &str) -> (Child, Pid) {
+    fn start_group(script: &str) -> (Child, Pid) {
         let mut shell = Command::new("sh")
             .args(["-c", script])
             .process_group(0)
@@ -334,15 +334,15 @@ mod tests {
     const IGNORES_SIGTERM: &str = "trap '' TERM; echo up; while :; do sleep 1; done";
     const EXITS_ON_SIGTERM: &str = "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done";
 
-    fn in_ms(ms: u64) -> u128 {
+    fn deadline_in_ms(ms: u64) -> u128 {
         now().saturating_add(Duration::from_millis(ms)).as_nanos()
     }
 
     #[test]
     fn a_group_without_lockreg_is_killed_at_the_end_of_the_lease_before_a_longer_grace_time() {
-        let (mut shell, group) = group(IGNORES_SIGTERM);
+        let (mut shell, group) = start_group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(200)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(200)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -351,9 +351,9 @@ mod tests {
 
     #[test]
     fn a_group_without_lockreg_is_killed_after_the_grace_time_before_a_longer_lease() {
-        let (mut shell, group) = group(IGNORES_SIGTERM);
+        let (mut shell, group) = start_group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 200\nuntil {}", in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 200\nuntil {}", deadline_in_ms(3_600_000)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -362,9 +362,9 @@ mod tests {
 
     #[test]
     fn a_group_gets_sigterm_before_sigkill() {
-        let (mut shell, group) = group(EXITS_ON_SIGTERM);
+        let (mut shell, group) = start_group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(3_600_000)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
@@ -373,9 +373,9 @@ mod tests {
 
     #[test]
     fn an_expired_lease_terminates_the_group_and_the_watchdog_continues() {
-        let (mut shell, group) = group(EXITS_ON_SIGTERM);
+        let (mut shell, group) = start_group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(0)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(0)).unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
         writeln!(writer, "done").unwrap();
@@ -385,10 +385,10 @@ mod tests {
     #[test]
     fn a_disarmed_watchdog_ignores_the_end_of_the_lease() {
         let (mut shell, group) =
-            group("trap 'exit 7' TERM; echo up; while :; do sleep 0.1; echo on; done");
+            start_group("trap 'exit 7' TERM; echo up; while :; do sleep 0.1; echo on; done");
         let (pipe, mut writer) = io::pipe().unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
-        writeln!(writer, "group {group} 3600000\nuntil {}\ndisarm", in_ms(300)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}\ndisarm", deadline_in_ms(300)).unwrap();
         // The command runs for longer than the lease.
         let mut on = [0; 30];
         shell.stdout.as_mut().unwrap().read_exact(&mut on).unwrap();

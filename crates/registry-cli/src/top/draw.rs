@@ -131,8 +131,8 @@ fn table_row(row: &Row, age: Duration) -> TableRow<'static> {
         Cell::from(printable(row.key.as_str())),
         Cell::from(holder.map_or_else(unknown, |holder| holder.mode.to_string())),
         Cell::from(label.map_or_else(unknown, printable)),
-        Cell::from(held_for.map_or_else(unknown, short)),
-        Cell::from(lease_left.map_or_else(unknown, |left| short(left.saturating_sub(age)))),
+        Cell::from(held_for.map_or_else(unknown, format_short)),
+        Cell::from(lease_left.map_or_else(unknown, |left| format_short(left.saturating_sub(age)))),
         Cell::from(
             holder.and_then(|holder| holder.token).map_or_else(unknown, |token| token.to_string()),
         ),
@@ -196,8 +196,8 @@ fn draw_popup(frame: &mut Frame<'_>, title: &'static str, text: &str, height_max
     frame.render_widget(paragraph, popup);
 }
 
-/// Formats a time in one unit, such as `3h`, because the columns are narrow.
-fn short(span: Duration) -> String {
+/// Formats a time in one unit, such as `75s` or `12h`, because the columns are narrow.
+fn format_short(span: Duration) -> String {
     match span.as_secs() {
         0 => format!("{}ms", span.as_millis()),
         seconds @ 1..=599 => format!("{seconds}s"),

@@ -124,8 +124,8 @@ impl View {
     /// Returns the holders of the selected key, and the claims that wait for it.
     pub(crate) fn details(&self) -> Option<(&Key, Vec<&Holder>, Vec<&WaitingClaim>)> {
         let (row, snapshot) = (self.selected()?, self.snapshot.as_ref()?);
-        let holders = snapshot.holders.iter().filter(|it| it.key == row.key).collect();
-        let waiters = snapshot.waiters.iter().filter(|it| it.key == row.key).collect();
+        let holders = snapshot.holders.iter().filter(|holder| holder.key == row.key).collect();
+        let waiters = snapshot.waiters.iter().filter(|waiter| waiter.key == row.key).collect();
         Some((&row.key, holders, waiters))
     }
 
