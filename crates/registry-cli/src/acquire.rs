@@ -34,13 +34,13 @@ pub(crate) enum AcquireOutcome {
 /// Records the holder of a busy lock, and the renewals of a held lock.
 #[derive(Debug)]
 pub(crate) struct LockObserver {
-    busy: watch::Sender<Option<LastSeen>>,
+    last_seen: watch::Sender<Option<LastSeen>>,
     renewed: watch::Sender<()>,
 }
 
 impl LockObserver {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { busy: watch::Sender::new(None), renewed: watch::Sender::new(()) })
+        Arc::new(Self { last_seen: watch::Sender::new(None), renewed: watch::Sender::new(()) })
     }
 
     /// Returns a receiver that is notified after each renewal of the lease.
@@ -53,7 +53,7 @@ impl Observer for LockObserver {
     fn on(&self, event: &LockEvent<'_>) {
         match event {
             LockEvent::Busy { busy, .. } => {
-                self.busy.send_replace(Some(LastSeen {
+                self.last_seen.send_replace(Some(LastSeen {
                     holder: busy.holder.clone(),
                     at: Instant::now(),
                 }));
@@ -90,7 +90,7 @@ impl LastSeen {
 pub(crate) struct AcquireOptions {
     /// The time limit for connecting and acquiring together, or `None` for no limit.
     pub(crate) wait_limit: Option<Duration>,
-    pub(crate) options: LockOptions,
+    pub(crate) lock_options: LockOptions,
     pub(crate) min_hold: Duration,
     /// The exit status if the lock is not acquired in time.
     pub(crate) busy_status: u8,
@@ -100,7 +100,7 @@ impl AcquireOptions {
     pub(crate) fn from_args(args: &AcquireArgs) -> Self {
         Self {
             wait_limit: args.wait_limit(),
-            options: args.options(),
+            lock_options: args.options(),
             min_hold: args.min_hold.unwrap_or_default(),
             busy_status: args.conflict_exit_code,
         }
@@ -118,7 +118,7 @@ pub(crate) async fn acquire(
     output: Output,
 ) -> Result<AcquireOutcome, CliError> {
     let wait_limit = acquire_options.wait_limit;
-    let mut options = acquire_options.options.clone();
+    let mut options = acquire_options.lock_options.clone();
     if let Some(wait_limit) = wait_limit {
         options = options.wait(wait_limit.saturating_sub(started.elapsed()));
     }
@@ -131,7 +131,7 @@ pub(crate) async fn acquire(
             outcome = &mut acquiring => break outcome,
             signal = signals.next_termination() => return Ok(AcquireOutcome::Signal(signal)),
             _ = redraw.tick() => {
-                let seen = observer.busy.borrow().clone();
+                let seen = observer.last_seen.borrow().clone();
                 if let Some(seen) = seen {
                     reporter.report(&seen);
                 }
@@ -145,7 +145,7 @@ pub(crate) async fn acquire(
         Err(error) => return Err(error.into()),
     }
     let waited = started.elapsed();
-    let holder = observer.busy.borrow().as_ref().and_then(LastSeen::holder_now);
+    let holder = observer.last_seen.borrow().as_ref().and_then(LastSeen::holder_now);
     let limit_note = match wait_limit {
         None | Some(Duration::ZERO) => String::new(),
         Some(wait) => format!("; not acquired within {}", humantime::format_duration(wait)),

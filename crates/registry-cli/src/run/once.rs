@@ -82,7 +82,8 @@ impl OnceCommand {
         // If another process runs the command, it is not due here. The default is therefore not to
         // wait.
         let wait = options.wait_limit.unwrap_or(Duration::ZERO);
-        let job = self.schedule(registry.once(key)).options(options.options.clone().wait(wait));
+        let lock_options = options.lock_options.clone().wait(wait);
+        let job = self.schedule(registry.once(key)).options(lock_options);
         let begun = tokio::select! {
             biased;
             begun = job.begin() => begun?,

@@ -141,7 +141,7 @@ function drawTable() {
 
 // The waits
 
-function sentence(wait) {
+function waitLine(wait) {
   const line = element("li");
   line.append(textOf(wait.waiter), " waits for ", textOf(wait.key), " (" + wait.mode + "), held by ", textOf(wait.holder));
   if (wait.deadlock !== null) line.className = "bad";
@@ -170,7 +170,7 @@ function drawWaits() {
   fill(alarm, alarms);
   byId("waits").hidden = graph.waits.length === 0;
   const listed = graph.waits.slice(0, 50);
-  const lines = listed.map(sentence);
+  const lines = listed.map(waitLine);
   const omitted = graph.waits.length - listed.length + graph.omitted;
   if (omitted) lines.push(element("li", "and " + omitted + " more", "weak"));
   if (!graph.is_complete) lines.push(element("li", "There are too many waits to examine all; deadlocks may be missing.", "weak"));
@@ -250,7 +250,7 @@ function select(key) {
   }
 }
 
-function claimant(claim, separator, parts) {
+function claimantLine(claim, separator, parts) {
   const line = element("li");
   line.append(labelOf(claim.label), separator + [claim.mode, ...parts].join(", "));
   return line;
@@ -260,12 +260,12 @@ function drawDetails() {
   if (selected === null) return;
   const now = serverNow();
   const lock = locks.get(selected) || {};
-  const holders = (lock.holders || []).map((holder) => claimant(holder, ": ", [
+  const holders = (lock.holders || []).map((holder) => claimantLine(holder, ": ", [
     holder.since === null ? "" : "for " + formatDuration(now - holder.since),
     holder.ends === null ? "" : "lease ends in " + formatDuration(holder.ends - now),
     holder.token ? "token " + holder.token : "",
   ].filter(Boolean)));
-  const waiters = (lock.waiters || []).map((waiter) => claimant(waiter, " waits: ", [
+  const waiters = (lock.waiters || []).map((waiter) => claimantLine(waiter, " waits: ", [
     waiter.since === null ? "" : "for " + formatDuration(now - waiter.since),
   ].filter(Boolean)));
   fill(byId("holders"), holders.length ? holders : [element("li", "none", "weak")]);

@@ -316,7 +316,7 @@ pub(crate) mod tests {
         }
     }
 
-    fn names(view: &View) -> Vec<&str> {
+    fn row_keys(view: &View) -> Vec<&str> {
         view.rows.iter().map(|row| row.key.as_str()).collect()
     }
 
@@ -334,7 +334,7 @@ pub(crate) mod tests {
     #[test]
     fn rows_are_sorted_by_each_column_and_reversed() {
         let mut view = view();
-        assert_eq!(names(&view), ["a", "b", "c", "free"]);
+        assert_eq!(row_keys(&view), ["a", "b", "c", "free"]);
         for sorted in [
             ["free", "c", "b", "a"], // by label
             ["a", "c", "b", "free"], // the longest hold first
@@ -342,10 +342,10 @@ pub(crate) mod tests {
             ["c", "free", "a", "b"], // the most waiters first
         ] {
             press(&mut view, KeyCode::Char('s'));
-            assert_eq!(names(&view), sorted);
+            assert_eq!(row_keys(&view), sorted);
         }
         press(&mut view, KeyCode::Char('r'));
-        assert_eq!(names(&view), ["b", "a", "free", "c"]);
+        assert_eq!(row_keys(&view), ["b", "a", "free", "c"]);
     }
 
     #[test]
@@ -353,15 +353,15 @@ pub(crate) mod tests {
         let mut view = view();
         press(&mut view, KeyCode::Char('/'));
         press(&mut view, KeyCode::Char('Y'));
-        assert_eq!(names(&view), ["a"]);
+        assert_eq!(row_keys(&view), ["a"]);
         assert_eq!(press(&mut view, KeyCode::Char('q')), None, "a letter of the filter");
-        assert_eq!(names(&view), [""; 0]);
+        assert_eq!(row_keys(&view), [""; 0]);
         press(&mut view, KeyCode::Backspace);
         press(&mut view, KeyCode::Enter);
-        assert_eq!(names(&view), ["a"]);
+        assert_eq!(row_keys(&view), ["a"]);
         press(&mut view, KeyCode::Char('/'));
         press(&mut view, KeyCode::Esc);
-        assert_eq!(names(&view).len(), 4);
+        assert_eq!(row_keys(&view).len(), 4);
         assert_eq!(press(&mut view, KeyCode::Char('q')), Some(Action::Quit));
     }
 
@@ -401,7 +401,7 @@ pub(crate) mod tests {
         let mut view = view();
         view.record(Err(LockError::Closed));
         assert!(view.error.is_some());
-        assert_eq!(names(&view).len(), 4);
+        assert_eq!(row_keys(&view).len(), 4);
         view.record(Ok(snapshot(&[], &[])));
         assert_eq!((view.error.as_deref(), view.rows.len()), (None, 0));
     }
