@@ -20,8 +20,8 @@ impl RegistryConfig {
     /// rest of the document is ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, is already set, or has a
-    /// value without its syntax. [`check`](Self::check) also verifies the range.
+    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, is already set, or has
+    /// a value without its syntax. [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```
