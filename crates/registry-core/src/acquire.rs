@@ -1,5 +1,6 @@
 //! One acquisition: the local permit, the claim in the store, the guard. Called by
-//! [`DistributedLock`](crate::DistributedLock).
+//! [`DistributedLock`](crate::DistributedLock), and by `multi` for several keys. `conversion` uses
+//! the same wait between attempts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -126,7 +127,7 @@ pub(crate) async fn try_acquire_all(
 ) -> Result<(Vec<LockGuard>, Option<usize>), LockError> {
     let calls = local_locks
         .iter()
-        .map(|it| ObservedCall::begin(it.engine(), it.key(), ClaimMode::Exclusive));
+        .map(|lock| ObservedCall::begin(lock.engine(), lock.key(), ClaimMode::Exclusive));
     let calls: Vec<_> = calls.collect();
     let result = try_acquire_all_unobserved(local_locks, options).await;
     for (call, local_lock) in calls.into_iter().zip(local_locks) {
@@ -178,7 +179,7 @@ async fn try_acquire_all_unobserved(
     // 2. Send the claims to the store.
     for (pending, (_, acquisition)) in pending.iter_mut().zip(&acquisitions) {
         // The deadline has passed, so this call only cancels the pause.
-        _ = pending.contention().and_then(|it| acquisition.pause_end_or_skip(it));
+        _ = pending.contention().and_then(|contention| acquisition.pause_end_or_skip(contention));
     }
     if engine.is_closing() {
         return Err(LockError::Closed);
@@ -226,8 +227,8 @@ async fn try_acquire_all_unobserved(
         busy = busy.or(retried);
     }
     if has_withheld && busy.is_none() {
-        let key = local_locks.iter().map(|it| it.key().as_str()).collect::<Vec<_>>().join(", ");
-        return Err(store_error("acquire", &key, BackendError::missing_in_batch()));
+        let keys: Vec<_> = local_locks.iter().map(|lock| lock.key().as_str()).collect();
+        return Err(store_error("acquire", &keys.join(", "), BackendError::missing_in_batch()));
     }
     Ok((guards, busy))
 }
@@ -363,7 +364,9 @@ impl Acquisition<'_> {
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
         let mut pending = self.pending_claim(permit);
-        if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end_or_skip(it)) {
+        let pause_end =
+            pending.contention().and_then(|contention| self.pause_end_or_skip(contention));
+        if let Some(pause_end) = pause_end {
             let first = FirstAttempt::At(pause_end);
             return Box::pin(self.retry(pending, first, owner)).await;
         }
@@ -422,7 +425,7 @@ impl Acquisition<'_> {
             self.local_lock.record_response();
             let token = grant.token;
             match pending.confirm(grant, sent_at) {
-                Ok(grant) => return self.guard(grant, token, owner, 1).map(Some),
+                Ok(grant) => return self.create_guard(grant, token, owner, 1).map(Some),
                 Err(late) => pending = *late,
             }
             outcome = Some(AttemptOutcome::Responded(sent_at, Err(late_grant_error())));
@@ -446,7 +449,7 @@ impl Acquisition<'_> {
         );
         let mut attempts = 0;
         let mut failures = Failures::default();
-        let mut wait = WaitState {
+        let mut wait_state = WaitState {
             wake_limiter: WakeRateLimiter::new(),
             holder_changed_at: Moment::now(),
             last_token: None,
@@ -477,7 +480,9 @@ impl Acquisition<'_> {
                     self.local_lock.record_response();
                     let token = grant.token;
                     match pending.confirm(grant, sent_at) {
-                        Ok(grant) => return self.guard(grant, token, owner, attempts).map(Some),
+                        Ok(grant) => {
+                            return self.create_guard(grant, token, owner, attempts).map(Some);
+                        }
                         Err(late) => pending = *late,
                     }
                     late_grant_error()
@@ -497,8 +502,9 @@ impl Acquisition<'_> {
                     if self.deadline_passed(Moment::now()) {
                         return Ok(None);
                     }
-                    pending =
-                        self.wait_while_busy(pending, busy, &mut wait, &mut suspension).await?;
+                    pending = self
+                        .wait_while_busy(pending, busy, &mut wait_state, &mut suspension)
+                        .await?;
                     continue;
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone_error(),
@@ -514,8 +520,9 @@ impl Acquisition<'_> {
         }
     }
 
-    /// Returns the guard of a new grant.
-    fn guard(
+    /// Creates the first guard of a new grant, and emits [`LockEvent::Granted`]. Fails if the
+    /// registry is closing.
+    fn create_guard(
         &self,
         grant: Arc<ActiveGrant>,
         token: FencingToken,
@@ -604,29 +611,29 @@ impl Acquisition<'_> {
         &self,
         mut pending: PendingClaim,
         busy: Busy,
-        state: &mut WaitState,
+        wait_state: &mut WaitState,
         suspension: &mut Suspension<'_, PendingClaim>,
     ) -> Result<PendingClaim, AcquireFailure> {
         let token = busy.holder.as_ref().and_then(|holder| holder.token);
         // A new holder restarts the growth of the interval between polls. In a store with a queue
         // it does not, because a release wakes only the first claim.
-        if token != state.last_token && !self.engine.capabilities.fair {
-            state.holder_changed_at = Moment::now();
+        if token != wait_state.last_token && !self.engine.capabilities.fair {
+            wait_state.holder_changed_at = Moment::now();
         }
-        state.last_token = token;
+        wait_state.last_token = token;
         let wait = wait_for_attempt(
             self.engine,
             self.deadline,
             pending.claim().clone(),
             busy,
-            state.holder_changed_at,
-            &mut state.registration,
+            wait_state.holder_changed_at,
+            &mut wait_state.registration,
         );
         let woken;
         (pending, woken) = suspension.during(pending, wait).await?;
         if woken? == WokenBy::Store {
-            let delay = pending.contention().map(|it| it.delay_after_wake());
-            let pause = state.wake_limiter.take().max(delay.unwrap_or_default());
+            let delay = pending.contention().map(|contention| contention.delay_after_wake());
+            let pause = wait_state.wake_limiter.pause_after_wake().max(delay.unwrap_or_default());
             if !pause.is_zero() {
                 let end = Moment::now().after(pause);
                 let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
@@ -683,7 +690,7 @@ pub(crate) async fn wait_for_attempt(
         latest_attempt_at = latest_attempt_at.min(now.after(claim.lease() / 3));
     }
     // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
-    // has about doubled, so a lost wake-up at most doubles the wait.
+    // has about doubled, so a lost wake-up about doubles the wait at most.
     let recheck_at = now
         .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
         .min(latest_attempt_at);
@@ -768,38 +775,39 @@ enum FirstAttempt {
 pub(crate) enum WokenBy {
     /// A wake-up from the store.
     Store,
-    /// The poll interval, the end of the holder's lease, or the deadline.
+    /// The poll interval, the end of the holder's lease, the deadline, or the time at which a claim
+    /// must repeat its attempt to keep its place in the queue.
     Timer,
 }
 
-/// A token bucket that limits how often wake-ups lead to attempts.
+/// Limits how often wake-ups lead to attempts: a token bucket, with one token per wake-up.
 ///
 /// Without it, a store that wakes waiters without end would make this process send requests
 /// without a pause. So would other processes that acquire the key first each time.
 struct WakeRateLimiter {
-    tokens: u32,
+    wake_ups_left: u32,
     refilled_at: Moment,
 }
 
 impl WakeRateLimiter {
     fn new() -> Self {
-        Self { tokens: WAKE_BURST_MAX, refilled_at: Moment::now() }
+        Self { wake_ups_left: WAKE_BURST_MAX, refilled_at: Moment::now() }
     }
 
     /// Counts a wake-up, and returns the pause before the attempt that follows it.
-    fn take(&mut self) -> Duration {
+    fn pause_after_wake(&mut self) -> Duration {
         let now = Moment::now();
         let intervals = now.since(self.refilled_at).as_nanos() / WAKE_INTERVAL_MIN.as_nanos();
         if intervals > 0 {
             let refill = u32::try_from(intervals).unwrap_or(u32::MAX);
-            self.tokens = self.tokens.saturating_add(refill).min(WAKE_BURST_MAX);
+            self.wake_ups_left = self.wake_ups_left.saturating_add(refill).min(WAKE_BURST_MAX);
             self.refilled_at = now;
         }
-        if let Some(tokens) = self.tokens.checked_sub(1) {
-            self.tokens = tokens;
+        if let Some(wake_ups_left) = self.wake_ups_left.checked_sub(1) {
+            self.wake_ups_left = wake_ups_left;
             return Duration::ZERO;
         }
-        // This wake-up uses the token that is added during the pause.
+        // This wake-up uses the one that the pause would add.
         self.refilled_at = now.after(WAKE_INTERVAL_MIN);
         WAKE_INTERVAL_MIN
     }
@@ -814,8 +822,8 @@ fn jittered(pause: Duration) -> Duration {
 /// The time between the end of the holder's lease and the attempt that follows it.
 const DELAY_AFTER_LEASE_END: Duration = Duration::from_millis(1);
 
-/// The longest time between two attempts of a waiter whose wake-ups are confirmed. With 30 s, the
-/// default lease, 2,000 waiters send fewer than 100 requests per second.
+/// The longest time, before [`jittered`], until a waiter whose wake-ups are confirmed polls. With
+/// 30 s, the default lease, 2,000 waiters send fewer than 100 requests per second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
 /// The maximum number of consecutive wake-ups that are each followed by an attempt at once.
