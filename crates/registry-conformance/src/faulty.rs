@@ -22,7 +22,7 @@ use crate::context::{admin, values};
 
 mod plan;
 
-use plan::{CallFaults, Plan};
+use plan::{CallFaults, FaultInjector};
 pub use plan::{Fault, Faults, Operation};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
@@ -53,7 +53,7 @@ pub use plan::{Fault, Faults, Operation};
 /// ```
 pub struct FaultyBackend {
     inner: Arc<dyn LockBackend>,
-    plan: Mutex<Plan>,
+    injector: Mutex<FaultInjector>,
     /// The number of times that the plan was replaced. A replacement ends the delays of the old
     /// plan.
     version: watch::Sender<u64>,
@@ -67,7 +67,7 @@ impl FaultyBackend {
     pub fn new(inner: Arc<dyn LockBackend>, faults: Faults) -> Self {
         Self {
             inner,
-            plan: Mutex::new(Plan::new(faults)),
+            injector: Mutex::new(FaultInjector::new(faults)),
             version: watch::Sender::new(0),
             late_repetitions: Mutex::new(JoinSet::new()),
         }
@@ -75,7 +75,7 @@ impl FaultyBackend {
 
     /// Replaces the plan. Scripted faults count calls from 1 again, and running delays end at once.
     pub fn apply(&self, faults: Faults) {
-        self.plan().replace(faults);
+        self.injector().replace_plan(faults);
         self.version.send_modify(|version| *version += 1);
     }
 
@@ -87,25 +87,26 @@ impl FaultyBackend {
     /// Returns how often `operation` was called since the start, whatever the outcome.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> u64 {
-        self.plan().calls(operation)
+        self.injector().calls(operation)
     }
 
     /// Returns how often all operations except [`Operation::Wait`] were called since the start. A
     /// wait needs no answer of the store.
     #[must_use]
     pub fn requests(&self) -> u64 {
-        let plan = self.plan();
+        let injector = self.injector();
         Operation::ALL
             .into_iter()
             .filter(|op| *op != Operation::Wait)
-            .map(|op| plan.calls(op))
+            .map(|op| injector.calls(op))
             .sum()
     }
 
-    /// Returns the number of faults injected since the start.
+    /// Returns the number of faults that applied to calls since the start. Includes faults that had no
+    /// effect, because another fault of the same call kept the request from the store.
     #[must_use]
     pub fn injected_faults(&self) -> u64 {
-        self.plan().injected()
+        self.injector().injected()
     }
 
     /// Returns the wrapped backend.
@@ -139,7 +140,7 @@ impl FaultyBackend {
         F: Future<Output = T> + Send + 'static,
         T: Send,
     {
-        let faults_of_call = self.plan().faults_of_call(operation);
+        let faults_of_call = self.injector().begin_call(operation);
         self.delay(faults_of_call.delay_request).await;
         if faults_of_call.refuse {
             return fail(BackendError::transient("refused on purpose").as_refused());
@@ -196,8 +197,8 @@ impl FaultyBackend {
         }
     }
 
-    fn plan(&self) -> std::sync::MutexGuard<'_, Plan> {
-        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    fn injector(&self) -> std::sync::MutexGuard<'_, FaultInjector> {
+        self.injector.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn late_repetitions(&self) -> std::sync::MutexGuard<'_, JoinSet<()>> {
@@ -261,7 +262,7 @@ impl LockBackend for FaultyBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        let faults_of_call: CallFaults = self.plan().faults_of_call(Operation::Wait);
+        let faults_of_call: CallFaults = self.injector().begin_call(Operation::Wait);
         self.delay(faults_of_call.delay_request).await;
         let premature_wake_up = async {
             match faults_of_call.wake_early {

@@ -176,9 +176,9 @@ pub(super) struct CallFaults {
     pub(super) wake_early: Option<Duration>,
 }
 
-/// A plan in use, with its random generator and its counters.
+/// Executes a plan of faults, with its random generator and its counters.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct FaultInjector {
     faults: Faults,
     random: fastrand::Rng,
     /// Calls under this plan, by operation.
@@ -188,14 +188,14 @@ pub(super) struct Plan {
     injected: u64,
 }
 
-impl Plan {
+impl FaultInjector {
     pub(super) fn new(faults: Faults) -> Self {
         let random = fastrand::Rng::with_seed(faults.seed);
         let none = [0; Operation::ALL.len()];
         Self { faults, random, calls: none, calls_before: none, injected: 0 }
     }
 
-    pub(super) fn replace(&mut self, faults: Faults) {
+    pub(super) fn replace_plan(&mut self, faults: Faults) {
         let before = std::mem::replace(self, Self::new(faults));
         self.injected = before.injected;
         self.calls_before = before.calls_before;
@@ -213,7 +213,7 @@ impl Plan {
     }
 
     /// Counts a call of `operation` and returns its faults.
-    pub(super) fn faults_of_call(&mut self, operation: Operation) -> CallFaults {
+    pub(super) fn begin_call(&mut self, operation: Operation) -> CallFaults {
         let call = &mut self.calls[operation.index()];
         *call += 1;
         let call = *call;
@@ -255,8 +255,8 @@ mod tests {
 
     fn refusals(seed: u64) -> Vec<bool> {
         let faults = Faults::seeded(seed).sometimes(Operation::Acquire, 0.5, Fault::Refuse);
-        let mut plan = Plan::new(faults);
-        (0..64).map(|_| plan.faults_of_call(Operation::Acquire).refuse).collect()
+        let mut injector = FaultInjector::new(faults);
+        (0..64).map(|_| injector.begin_call(Operation::Acquire).refuse).collect()
     }
 
     #[test]
@@ -272,9 +272,9 @@ mod tests {
             4,
             Fault::Refuse,
         );
-        let mut plan = Plan::new(faults);
+        let mut injector = FaultInjector::new(faults);
         let hit: Vec<_> = (0..5)
-            .map(|_| plan.faults_of_call(Operation::Renew))
+            .map(|_| injector.begin_call(Operation::Renew))
             .map(|faults_of_call| (faults_of_call.lose_reply, faults_of_call.refuse))
             .collect();
         assert_eq!(
@@ -282,17 +282,18 @@ mod tests {
             [(false, false), (true, false), (false, false), (false, true), (false, true)]
         );
         assert!(
-            !plan.faults_of_call(Operation::Release).refuse,
+            !injector.begin_call(Operation::Release).refuse,
             "another operation has its own count"
         );
     }
 
     #[test]
     fn a_new_plan_restarts_its_script_and_keeps_the_totals() {
-        let mut plan = Plan::new(Faults::none().at_call(Operation::Acquire, 1, Fault::Refuse));
-        assert!(plan.faults_of_call(Operation::Acquire).refuse);
-        plan.replace(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply));
-        assert!(plan.faults_of_call(Operation::Acquire).lose_reply);
-        assert_eq!((plan.calls(Operation::Acquire), plan.injected()), (2, 2));
+        let mut injector =
+            FaultInjector::new(Faults::none().at_call(Operation::Acquire, 1, Fault::Refuse));
+        assert!(injector.begin_call(Operation::Acquire).refuse);
+        injector.replace_plan(Faults::none().at_call(Operation::Acquire, 1, Fault::LoseReply));
+        assert!(injector.begin_call(Operation::Acquire).lose_reply);
+        assert_eq!((injector.calls(Operation::Acquire), injector.injected()), (2, 2));
     }
 }
