@@ -15,27 +15,28 @@ use crate::sweep::sweep;
 
 /// Of several candidates, one leads at a time, and each term has a larger token.
 pub async fn one_candidate_leads_at_a_time(context: &TestContext) {
-    let (terms, mut led) = mpsc::unbounded_channel();
+    // Each candidate sends `+` when a term begins, and `-` when its work ends.
+    let (event_sender, mut events) = mpsc::unbounded_channel();
     let mut candidates = tokio::task::JoinSet::new();
     for _ in 0..3 {
-        let (election, terms) = (context.registry().await.election("role"), terms.clone());
+        let (election, sender) = (context.registry().await.election("role"), event_sender.clone());
         candidates.spawn(async move {
             election
                 .run(async |term: Term| {
-                    terms.send(('+', term.token())).expect("the test lives");
+                    sender.send(('+', term.token())).expect("the test lives");
                     tokio::task::yield_now().await;
-                    terms.send(('-', term.token())).expect("the test lives");
+                    sender.send(('-', term.token())).expect("the test lives");
                 })
                 .await
         });
     }
     let mut last = None;
     for _ in 0..10 {
-        let (begin, token) = receive(context, &mut led).await;
-        assert_eq!(begin, '+', "two terms at once");
+        let (event, token) = receive(context, &mut events).await;
+        assert_eq!(event, '+', "two terms at once");
         assert!(last < Some(token) || !context.capabilities().fencing, "{token} after {last:?}");
         last = Some(token);
-        assert_eq!(receive(context, &mut led).await, ('-', token), "two terms at once");
+        assert_eq!(receive(context, &mut events).await, ('-', token), "two terms at once");
     }
     candidates.shutdown().await;
 }
@@ -73,7 +74,7 @@ pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestCo
     assert!(!election.step_down(), "a follower stepped down");
 }
 
-/// Work that does not react to a step-down is dropped at the end of its lease.
+/// Work that does not end after a step-down is dropped at the end of the lease of the role.
 pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let election = registry.election("role");
@@ -141,8 +142,8 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
     assert_eq!(within(context, changes.changed()).await.expect("the role is read"), None);
 }
 
-/// After a leader has died, observers see the vacancy: the record stays, but no claim holds the
-/// role.
+/// After the lock of a leader was broken, observers see the vacancy: the record stays, but no claim
+/// holds the role.
 pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
     let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
@@ -167,20 +168,20 @@ pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &Test
     let remote = context.registry().await;
     let election = local.election("role");
     let candidate = election.clone();
-    let (terms, mut led) = mpsc::unbounded_channel();
+    let (term_sender, mut terms) = mpsc::unbounded_channel();
     let running = tokio::spawn(async move {
         candidate
             .run(async |term: Term| {
                 let lost = tokio::spawn(term.lost());
-                terms.send((term.token(), lost)).expect("the test lives");
+                term_sender.send((term.token(), lost)).expect("the test lives");
                 std::future::pending::<()>().await;
             })
             .await
     });
-    let (token, lost) = receive(context, &mut led).await;
+    let (token, lost) = receive(context, &mut terms).await;
     remote.force_release("role").await.expect("a held lock is broken");
     assert_eq!(within(context, lost).await.expect("no panic"), LostReason::Gone);
-    let (next_token, _) = receive(context, &mut led).await;
+    let (next_token, _) = receive(context, &mut terms).await;
     assert!(next_token > token || !context.capabilities().fencing, "{next_token} after {token}");
     running.abort();
 }
@@ -342,8 +343,8 @@ async fn wait_until_leads(context: &TestContext, election: &Election) -> Fencing
     }
 }
 
-async fn receive<T>(context: &TestContext, received: &mut mpsc::UnboundedReceiver<T>) -> T {
-    within(context, received.recv()).await.expect("the candidates live")
+async fn receive<T>(context: &TestContext, receiver: &mut mpsc::UnboundedReceiver<T>) -> T {
+    within(context, receiver.recv()).await.expect("the candidates live")
 }
 
 async fn within<T>(context: &TestContext, future: impl Future<Output = T>) -> T {

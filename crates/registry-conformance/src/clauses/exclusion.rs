@@ -39,7 +39,7 @@ pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(context: &T
 const DECIDED_ROUNDS: usize = 10;
 
 /// Of twelve concurrent claims for one key, sent through three clients, the store grants exactly
-/// one. A store [whose votes may split](crate::Store::may_split_votes) may grant none.
+/// one. If [votes may split](crate::Store::may_split_votes), it is possible that none is granted.
 pub async fn of_many_concurrent_claims_exactly_one_is_granted(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
     let may_split_votes = context.store().may_split_votes();
@@ -157,8 +157,8 @@ pub async fn one_caller_holds_many_keys_at_once(context: &TestContext) {
     }
 }
 
-/// Of 21 concurrent `try_lock` calls in three processes, exactly one returns a guard. In a store
-/// [whose votes may split](crate::Store::may_split_votes), none may return one.
+/// Of 21 concurrent `try_lock` calls in three processes, exactly one returns a guard. If
+/// [votes may split](crate::Store::may_split_votes), it is possible that none returns one.
 pub async fn of_many_concurrent_try_locks_exactly_one_returns_a_guard(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await, context.registry().await];
     let rounds_max = if context.store().may_split_votes() { 20 } else { 1 };

@@ -290,8 +290,7 @@ pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestCon
     assert_eq!(*order.lock().await, [0, 1, 2, 3]);
 }
 
-/// `try_lock` and `lock` without `fair` do not overtake a fair caller of another process that
-/// waits.
+/// `try_lock` without `fair` does not overtake a waiting fair caller of another process.
 pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &TestContext) {
     let (holding, other) = (context.registry().await, context.registry().await);
     let (waiting, count) = context.counting_registry().await;

@@ -79,7 +79,7 @@ pub async fn tokens_increase_when_one_claim_is_granted_again(context: &TestConte
 /// After a restart with data, the next token is larger than all tokens that were used before.
 pub async fn tokens_increase_after_a_restart(context: &TestContext) {
     let client = context.client().await;
-    // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
+    // A store with a queue has no local hand-over, so it need not reserve blocks of tokens.
     let block = if context.capabilities().fair { 1 } else { 1_000 };
     let last = acquire_and_release(context, &*client, "orders:42", block).await;
     close_client(client).await;

@@ -165,6 +165,8 @@ async fn count_callers_served(registry: &Registry, callers: usize) -> usize {
     tokens_of_callers(registry, callers).await.len()
 }
 
+/// Makes `callers` calls as [`count_callers_served`] does. Returns the tokens of their guards, in
+/// the order in which they acquired the lock.
 async fn tokens_of_callers(
     registry: &Registry,
     callers: usize,

@@ -113,7 +113,7 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
         held.insert(claim.key().to_string(), (claim, grant.token));
     }
     for n in (0..30).step_by(3) {
-        let (claim, _) = held.remove(&format!("orders:n{n}")).expect("the value was set");
+        let (claim, _) = held.remove(&format!("orders:n{n}")).expect("the key is held");
         assert_freed(holding(n), &claim).await;
     }
     let listed = admin(&*first).list().await.expect("list answers");

@@ -134,13 +134,14 @@ pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestCon
 /// `lockAtLeastFor`.
 pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
     // The `min_hold` is first shorter than the lease, then longer.
-    for unlock in [true, false] {
-        assert_stays_locked(context, context.long_lease(), context.short_lease(), unlock).await;
+    for is_unlocked in [true, false] {
+        assert_stays_locked(context, context.long_lease(), context.short_lease(), is_unlocked)
+            .await;
         assert_stays_locked(
             context,
             context.renewed_lease(),
             context.renewed_lease() + context.short_lease(),
-            unlock,
+            is_unlocked,
         )
         .await;
     }

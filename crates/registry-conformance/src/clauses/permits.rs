@@ -182,8 +182,8 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
 }
 
 /// While permits are held, a claim that states another number of units is busy. The response
-/// contains the number of the held permits, and the store keeps no record of the claim. It is
-/// granted once no permit is held.
+/// contains the number that the held permits state, and the store keeps no record of the claim. It
+/// is granted once no permit is held.
 pub async fn another_number_of_units_is_reported_while_permits_are_held(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 5)).await;
@@ -265,7 +265,7 @@ pub async fn units_of_different_keys_are_counted_separately(context: &TestContex
         .await;
     }
     let answers = client.renew(&claims).await;
-    assert!(answers.iter().all(|it| matches!(it, Ok(Renewal::Renewed(_)))), "{answers:?}");
+    assert!(answers.iter().all(|answer| matches!(answer, Ok(Renewal::Renewed(_)))), "{answers:?}");
     for claim in &claims {
         assert_freed(&*client, claim).await;
     }
@@ -276,14 +276,15 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
     let mut last = 0;
     for round in 0..3_u32 {
-        let round = if context.capabilities().fair { 0 } else { round };
+        // In a store with a queue, a grant has one token.
+        let extra_tokens = if context.capabilities().fair { 0 } else { round };
         let mut permits = Vec::new();
         for n in 0..3 {
             let client = &clients[n % 2];
-            let claim = context.claim(permit(n as u32 + 1, 6)).with_token_block(round + 1);
+            let claim = context.claim(permit(n as u32 + 1, 6)).with_token_block(extra_tokens + 1);
             let token = assert_granted(&**client, &claim).await.token.get();
             assert!(token > last, "{token} after {last}");
-            last = token + u64::from(round);
+            last = token + u64::from(extra_tokens);
             permits.push((client, claim));
         }
         for (client, claim) in &permits {
@@ -351,7 +352,8 @@ pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) 
     assert_freed(&*first, &held[3]).await;
 }
 
-/// `inspect` and `list` return all permits with their units, in the order of their tokens.
+/// `inspect` returns all permits with their units, in the order of their tokens. `list` returns
+/// them in any order.
 pub async fn inspect_returns_the_units_of_each_permit(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let modes = [permit(2, 7), permit(1, 7), permit(4, 7)];
@@ -359,13 +361,14 @@ pub async fn inspect_returns_the_units_of_each_permit(context: &TestContext) {
     for (mode, client) in modes.into_iter().zip([&first, &second, &first]) {
         permits.push((client, context.held_in(&**client, mode).await));
     }
-    let shown = |holders: Vec<Holder>| holders.iter().map(|it| it.mode).collect::<Vec<_>>();
+    let modes_of =
+        |holders: Vec<Holder>| holders.iter().map(|holder| holder.mode).collect::<Vec<_>>();
     let inspect =
         async || admin(&*second).inspect(&key("orders:42")).await.expect("inspect answers");
-    assert_eq!(shown(inspect().await), modes);
+    assert_eq!(modes_of(inspect().await), modes);
     assert_eq!(admin(&*second).list().await.expect("list answers").len(), 3);
     assert_freed(&**permits[1].0, &permits[1].1).await;
-    assert_eq!(shown(inspect().await), [modes[0], modes[2]]);
+    assert_eq!(modes_of(inspect().await), [modes[0], modes[2]]);
 }
 
 /// A forced release ends all permits of the key, and all units can be taken again.
@@ -661,7 +664,8 @@ pub async fn holders_returns_each_permit(context: &TestContext) {
         theirs.acquire().await.expect("a unit is free"),
     ];
     let holders = theirs.holders().await.expect("holders answers");
-    assert_eq!(holders.iter().map(|it| it.mode).collect::<Vec<_>>(), [permit(3, 5), permit(1, 5)]);
+    let modes: Vec<_> = holders.iter().map(|holder| holder.mode).collect();
+    assert_eq!(modes, [permit(3, 5), permit(1, 5)]);
     if context.capabilities().labels {
         assert_eq!(holders[0].label.as_deref(), Some("upload"));
     }

@@ -30,9 +30,9 @@ pub async fn an_owner_can_reenter_its_lock(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
     let (owner, other) = (Owner::new(), Owner::new());
-    let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
-    let outer = lock.lock_with(own()).await.expect("the store answers");
-    let inner = lock.lock_with(own()).await.expect("the store answers");
+    let with_owner = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
+    let outer = lock.lock_with(with_owner()).await.expect("the store answers");
+    let inner = lock.lock_with(with_owner()).await.expect("the store answers");
     let other_owner =
         lock.try_lock_with(LockOptions::new().owner(&other).wait(Duration::ZERO)).await;
     assert!(other_owner.expect("busy is no error").is_none(), "another owner re-entered the lock");
@@ -48,9 +48,10 @@ pub async fn an_owner_can_reenter_its_lock(context: &TestContext) {
 pub async fn an_owner_cannot_reenter_from_another_process(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
-    let guard = local.obtain("orders:42").lock_with(own()).await.expect("the store answers");
-    let second = remote.obtain("orders:42").try_lock_with(own()).await.expect("busy is no error");
+    let with_owner = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
+    let guard = local.obtain("orders:42").lock_with(with_owner()).await.expect("the store answers");
+    let second =
+        remote.obtain("orders:42").try_lock_with(with_owner()).await.expect("busy is no error");
     assert!(second.is_none(), "two processes hold");
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -107,14 +108,14 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
     let (local, remote) = (context.registry().await, context.registry().await);
     let (lock, remote) = (local.obtain("orders:42"), remote.obtain("orders:42"));
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner);
+    let with_owner = || LockOptions::new().owner(&owner);
     let enter =
         async |options: LockOptions| lock.lock_with(options).await.expect("the store answers");
 
     // The inner `min_hold` is ignored.
-    let outer = enter(own()).await;
+    let outer = enter(with_owner()).await;
     let inner =
-        enter(own().min_hold(context.max_wait() * 2).max_hold(context.max_wait() * 2)).await;
+        enter(with_owner().min_hold(context.max_wait() * 2).max_hold(context.max_wait() * 2)).await;
     outer.unlock().await.expect("a held lock is unlocked");
     inner.unlock().await.expect("a held lock is unlocked");
     context.assert_becomes_free(&local, "orders:42").await;
@@ -122,8 +123,8 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
     // The outer `min_hold` applies, whichever guard is unlocked last.
     let min_hold = context.short_lease();
     let requested_at = Instant::now();
-    let outer = enter(own().min_hold(min_hold)).await;
-    let inner = enter(own()).await;
+    let outer = enter(with_owner().min_hold(min_hold)).await;
+    let inner = enter(with_owner()).await;
     outer.unlock().await.expect("a held lock is unlocked");
     inner.unlock().await.expect("a held lock is unlocked");
     let next = remote.try_lock_for(context.max_wait()).await.expect("the store answers");
@@ -133,9 +134,9 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
 
     // An inner `max_hold` neither shortens nor extends the hold.
     let max_hold = context.renewed_lease();
-    let outer = enter(own().max_hold(max_hold)).await;
-    let longer = enter(own().max_hold(max_hold * 20)).await;
-    let shorter = enter(own().max_hold(context.short_lease())).await;
+    let outer = enter(with_owner().max_hold(max_hold)).await;
+    let longer = enter(with_owner().max_hold(max_hold * 20)).await;
+    let shorter = enter(with_owner().max_hold(context.short_lease())).await;
     for guard in [outer, longer, shorter] {
         assert_eq!(guard.lost().await, LostReason::MaxHold);
         assert!(matches!(
@@ -193,11 +194,11 @@ pub async fn a_reentering_owner_does_not_queue_behind_waiters(context: &TestCont
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner);
-    let outer = lock.lock_with(own()).await.expect("the store answers");
+    let with_owner = || LockOptions::new().owner(&owner);
+    let outer = lock.lock_with(with_owner()).await.expect("the store answers");
     let mut waiter = pin!(lock.lock());
     assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
-    let inner = timeout(context.max_wait(), lock.lock_with(own()))
+    let inner = timeout(context.max_wait(), lock.lock_with(with_owner()))
         .await
         .expect("an owner does not wait for itself");
     let inner = inner.expect("the owner re-enters");
@@ -217,9 +218,10 @@ pub async fn two_waiting_calls_of_one_owner_acquire_together(context: &TestConte
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner);
+    let with_owner = || LockOptions::new().owner(&owner);
     let holder = lock.lock().await.expect("a free lock is acquired");
-    let (mut first, mut second) = (pin!(lock.lock_with(own())), pin!(lock.lock_with(own())));
+    let (mut first, mut second) =
+        (pin!(lock.lock_with(with_owner())), pin!(lock.lock_with(with_owner())));
     assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
     holder.unlock().await.expect("a held lock is unlocked");
     let first = first.await.expect("the call acquired the lock");

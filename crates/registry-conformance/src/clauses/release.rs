@@ -31,8 +31,8 @@ pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
 }
 
 /// Of eight concurrent releases of one claim, at most one returns `Freed`, and the key is free
-/// afterwards. In a quorum, none may return `Freed`, because each server may process a different
-/// release first.
+/// afterwards. In a quorum, it is possible that none returns `Freed`, because each server may
+/// process a different release first.
 pub async fn of_concurrent_repetitions_of_one_release_at_most_one_frees(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
     let claim = Claim::new(key("orders:42"), context.long_lease());

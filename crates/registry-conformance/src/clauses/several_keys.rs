@@ -23,8 +23,7 @@ fn claims(context: &TestContext) -> Vec<Claim> {
 }
 
 /// Acquires all claims: in one request if the store can do this, otherwise one after the other. If
-/// a claim is busy, releases the claims that were granted before, and returns the index of the busy
-/// one.
+/// a claim is busy, releases it and the claims before it, and returns its index.
 async fn acquire_all(client: &dyn LockBackend, claims: &[Claim]) -> Result<Vec<Grant>, usize> {
     if let Some(batch) = client.batch() {
         match batch.try_acquire_all(claims).await.expect("the store answers") {

@@ -118,7 +118,7 @@ pub async fn concurrent_readers_and_writers_never_hold_together(context: &TestCo
 pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
-    let writer = waiting_writer(context, &*second, context.long_lease()).await;
+    let writer = enqueue_writer(context, &*second, context.long_lease()).await;
     for client in [&first, &second] {
         assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
     }
@@ -138,7 +138,7 @@ pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
 pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
-    waiting_writer(context, &*second, context.renewed_lease()).await;
+    enqueue_writer(context, &*second, context.renewed_lease()).await;
     let next = context.claim(ClaimMode::Shared);
     assert_busy(&*second, &next).await;
     sleep(context.renewed_lease()).await;
@@ -153,7 +153,7 @@ pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestC
 pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
-    let writer = waiting_writer(context, &*second, context.renewed_lease()).await;
+    let writer = enqueue_writer(context, &*second, context.renewed_lease()).await;
     for _ in 0..9 {
         sleep(context.renewed_lease() / 4).await;
         assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
@@ -168,7 +168,7 @@ pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: 
 pub async fn a_released_waiting_writer_lets_readers_in_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
-    let writer = waiting_writer(context, &*second, context.long_lease()).await;
+    let writer = enqueue_writer(context, &*second, context.long_lease()).await;
     assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
     assert_eq!(release(&*second, &writer).await, Release::NotHeld);
     let next = context.held_in(&*first, ClaimMode::Shared).await;
@@ -256,8 +256,8 @@ pub async fn a_batch_renews_readers_of_one_key(context: &TestContext) {
         context.held_in(&*client, ClaimMode::Shared).await,
         context.held_in(&*client, ClaimMode::Shared).await,
     );
-    let never = context.claim(ClaimMode::Shared);
-    let answers = client.renew(&[first.clone(), never, second.clone()]).await;
+    let never_granted = context.claim(ClaimMode::Shared);
+    let answers = client.renew(&[first.clone(), never_granted, second.clone()]).await;
     assert!(
         matches!(
             answers[..],
@@ -272,13 +272,13 @@ pub async fn a_batch_renews_readers_of_one_key(context: &TestContext) {
 /// Releasing one reader ends its grant only. A repeated release returns `NotHeld`.
 pub async fn a_release_of_one_reader_keeps_the_others(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let own = context.held_in(&*first, ClaimMode::Shared).await;
+    let released = context.held_in(&*first, ClaimMode::Shared).await;
     let others = [
         context.held_in(&*first, ClaimMode::Shared).await,
         context.held_in(&*second, ClaimMode::Shared).await,
     ];
-    assert_freed(&*first, &own).await;
-    assert_eq!(release(&*first, &own).await, Release::NotHeld);
+    assert_freed(&*first, &released).await;
+    assert_eq!(release(&*first, &released).await, Release::NotHeld);
     assert_renewed(&*first, &others[0]).await;
     assert_renewed(&*second, &others[1]).await;
     assert_freed(&*first, &others[0]).await;
@@ -304,7 +304,7 @@ pub async fn a_release_of_another_claim_ends_no_reader(context: &TestContext) {
 pub async fn tokens_of_readers_and_writers_increase(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut last = 0;
-    // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
+    // A store with a queue has no local hand-over, so it need not reserve blocks of tokens.
     let block = if context.capabilities().fair { 1 } else { 5 };
     for _ in 0..3 {
         let mut readers = Vec::new();
@@ -347,8 +347,8 @@ pub async fn a_forced_release_ends_all_readers(context: &TestContext) {
     assert_eq!(force_release(&*second).await, Release::NotHeld);
 }
 
-/// `inspect` and `list` return all readers of a key with mode, token and label, in the order of
-/// their tokens. They do not return a writer that waits.
+/// `inspect` returns all readers of a key with mode, token and label, in the order of their tokens.
+/// `list` returns them in any order. Neither returns a writer that waits.
 pub async fn inspect_returns_all_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut readers = Vec::new();
@@ -358,7 +358,7 @@ pub async fn inspect_returns_all_readers(context: &TestContext) {
         let token = assert_granted(&**client, &claim).await.token;
         readers.push((client, claim, token, label));
     }
-    waiting_writer(context, &*second, context.long_lease()).await;
+    enqueue_writer(context, &*second, context.long_lease()).await;
     let listed = admin(&*second).list().await.expect("list answers");
     assert_eq!(listed.len(), readers.len(), "{listed:?}");
     let holders = inspect(&*second).await;
@@ -424,7 +424,7 @@ pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
 pub async fn a_writer_that_gives_up_wakes_a_waiting_reader(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
-    let writer = waiting_writer(context, &*first, context.long_lease()).await;
+    let writer = enqueue_writer(context, &*first, context.long_lease()).await;
     let next = context.claim(ClaimMode::Shared);
     let busy = assert_busy(&*second, &next).await;
     let wait = timeout(context.max_wait(), second.wait(&next, &busy));
@@ -663,7 +663,7 @@ pub async fn waiting_readers_acquire_the_lock_after_a_writer(context: &TestConte
 /// grant.
 pub async fn readers_of_one_process_share_one_grant(context: &TestContext) {
     let (registry, other) = (context.registry().await, context.registry().await);
-    let [first, second, third] = shared_guards(context, &registry).await;
+    let [first, second, third] = acquire_shared_guards(context, &registry).await;
     let lock = other.obtain("orders:42");
     assert_eq!(lock.holders().await.expect("holders answers").len(), 1);
     unlock(second).await;
@@ -675,8 +675,8 @@ pub async fn readers_of_one_process_share_one_grant(context: &TestContext) {
     assert_eq!(lock.holders().await.expect("holders answers"), []);
 }
 
-/// Guards of readers have different tokens, even if they share a grant. The tokens of readers that
-/// acquire one after the other increase, and a later writer has a larger one.
+/// Guards of readers have different tokens, even if they share a grant. A later writer has a larger
+/// token, and a reader after this writer has a larger one again.
 pub async fn guards_of_readers_have_increasing_tokens(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let mut seen = HashSet::new();
@@ -708,7 +708,7 @@ pub async fn guards_of_readers_have_increasing_tokens(context: &TestContext) {
 /// `LockError::Lost`, and new readers of the process acquire the lock.
 pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
-    let guards = shared_guards(context, &registry).await;
+    let guards = acquire_shared_guards(context, &registry).await;
     context.break_claim(guards[0].claim()).await;
     for guard in &guards {
         context.assert_lost(guard, context.renewed_lease(), LostReason::Gone).await;
@@ -817,20 +817,23 @@ pub async fn a_writer_acquires_the_lock_of_a_dead_reader(context: &TestContext) 
 pub async fn an_owner_reenters_its_shared_lock_as_a_reader_only(context: &TestContext) {
     let registry = context.registry().await;
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner);
+    let with_owner = || LockOptions::new().owner(&owner);
     let lock = registry.obtain("orders:42");
-    let first = lock.read_with(own()).await.expect("a free lock is acquired");
-    let second = lock.read_with(own()).await.expect("an owner re-enters");
+    let first = lock.read_with(with_owner()).await.expect("a free lock is acquired");
+    let second = lock.read_with(with_owner()).await.expect("an owner re-enters");
     assert_eq!(first.fencing_token(), second.fencing_token());
-    match timeout(context.max_wait(), lock.lock_with(own())).await.expect("it does not wait") {
+    match timeout(context.max_wait(), lock.lock_with(with_owner()))
+        .await
+        .expect("it does not wait")
+    {
         Err(LockError::HeldByOwner { held: ClaimMode::Shared, .. }) => {}
         other => panic!("an owner waits for itself: {other:?}"),
     }
     drop(first);
     assert!(second.is_held());
     unlock(second).await;
-    let writer = lock.lock_with(own()).await.expect("the lock is free");
-    let inner = lock.read_with(own()).await.expect("an owner re-enters its exclusive lock");
+    let writer = lock.lock_with(with_owner()).await.expect("the lock is free");
+    let inner = lock.read_with(with_owner()).await.expect("an owner re-enters its exclusive lock");
     assert_eq!(inner.mode(), ClaimMode::Exclusive);
     unlock(inner).await;
     unlock(writer).await;
@@ -947,18 +950,18 @@ pub async fn a_read_with_a_lost_reply_leaves_no_grant(context: &TestContext) {
     context.assert_becomes_free(&remote, "orders:42").await;
 }
 
-/// Returns an exclusive claim that waits for shared claims. Panics unless it has a place in the
-/// queue.
-async fn waiting_writer(context: &TestContext, client: &dyn LockBackend, lease: Duration) -> Claim {
+/// Makes a new exclusive claim wait for shared claims, and returns it. Panics unless it has a place
+/// in the queue.
+async fn enqueue_writer(context: &TestContext, client: &dyn LockBackend, lease: Duration) -> Claim {
     let writer = context.claim(ClaimMode::Exclusive).with_lease(lease);
     let writer = writer.with_queueing(Queueing::ExclusiveIntent);
     assert!(assert_busy(client, &writer).await.is_queued, "the waiting writer has no place");
     writer
 }
 
-/// Returns three guards of readers of `registry` that share one grant. Repeats this if a machine is
-/// so slow that a reader gets a grant of its own.
-async fn shared_guards(context: &TestContext, registry: &Registry) -> [LockGuard; 3] {
+/// Acquires three guards of readers of `registry` that share one grant. Repeats this if a machine
+/// is so slow that a reader gets a grant of its own.
+async fn acquire_shared_guards(context: &TestContext, registry: &Registry) -> [LockGuard; 3] {
     let lock = registry.obtain("orders:42");
     let mut guards = None;
     context

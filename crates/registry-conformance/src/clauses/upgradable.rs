@@ -29,9 +29,9 @@ pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
     let before = context.held_in(&*first, ClaimMode::Shared).await;
     let upgradable = context.held_in(&*second, ClaimMode::Upgradable).await;
     let after = context.held_in(&*first, ClaimMode::Shared).await;
-    let own = context.held_in(&*second, ClaimMode::Shared).await;
+    let same_client = context.held_in(&*second, ClaimMode::Shared).await;
     for (client, claim) in
-        [(&first, before), (&second, upgradable.clone()), (&first, after), (&second, own)]
+        [(&first, before), (&second, upgradable.clone()), (&first, after), (&second, same_client)]
     {
         assert_freed(&**client, &claim).await;
     }
@@ -80,7 +80,7 @@ pub async fn of_many_concurrent_upgradable_claims_exactly_one_is_granted(context
 pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let next = context.held_in(&*second, ClaimMode::Shared).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade).await;
@@ -103,7 +103,7 @@ pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestCont
 /// The upgrade of an upgradable claim without readers is granted at once.
 pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext) {
     let client = context.client().await;
-    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*client, context.long_lease()).await;
     assert_granted(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
     assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
     assert_renewed(&*client, &claim).await;
@@ -148,7 +148,7 @@ pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext
 /// claim has a larger token than all tokens that the upgrade reserved.
 pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let block = if context.capabilities().fair { 1 } else { 5 };
     let reader = context.claim(ClaimMode::Shared).with_token_block(block);
     let reader_token = assert_granted(&*second, &reader).await.token;
@@ -180,7 +180,7 @@ async fn assert_larger_than_token_of_waiting_reader(context: &TestContext) {
     } else {
         [Queueing::ExclusiveIntent, Queueing::Skip]
     };
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let holding = context.held_in(&*second, ClaimMode::Shared).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(for_writer);
     assert_busy(&*second, &writer).await;
@@ -204,7 +204,7 @@ async fn assert_larger_than_token_of_waiting_reader(context: &TestContext) {
 /// frees the key.
 pub async fn a_repeated_upgrade_is_one_conversion(context: &TestContext) {
     let client = context.client().await;
-    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*client, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     let first = assert_granted(&*client, &upgrade).await;
     for _ in 0..2 {
@@ -237,13 +237,15 @@ pub async fn a_repeated_downgrade_is_one_conversion(context: &TestContext) {
 /// grants nothing.
 pub async fn a_conversion_of_an_ended_claim_grants_nothing(context: &TestContext) {
     let client = context.client().await;
-    let (released, released_grant) = upgradable(context, &*client, context.long_lease()).await;
+    let (released, released_grant) =
+        acquire_upgradable_claim(context, &*client, context.long_lease()).await;
     assert_freed(&*client, &released).await;
-    let (expired, expired_grant) = upgradable(context, &*client, context.short_lease()).await;
+    let (expired, expired_grant) =
+        acquire_upgradable_claim(context, &*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &expired).await;
-    let never = context.claim(ClaimMode::Upgradable);
+    let never_granted = context.claim(ClaimMode::Upgradable);
     for (claim, grant) in
-        [(released, released_grant), (expired, expired_grant), (never, expired_grant)]
+        [(released, released_grant), (expired, expired_grant), (never_granted, expired_grant)]
     {
         for to in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
             assert_gone(&*client, &conversion(&claim, grant, to)).await;
@@ -288,7 +290,7 @@ pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestConte
 /// are granted, and a second upgradable claim is busy. Another upgrade has a larger token.
 pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, mut grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, mut grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     for _ in 0..3 {
         let upgraded =
             assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
@@ -307,7 +309,7 @@ pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
 /// readers are busy.
 pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, before) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let withdrawal = conversion(&claim, before, ClaimMode::Upgradable);
     let upgraded = assert_granted(&*first, &conversion(&claim, before, ClaimMode::Exclusive)).await;
     let downgrade = conversion(&claim, upgraded, ClaimMode::Upgradable);
@@ -325,7 +327,7 @@ pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestCont
 /// claim and blocks no readers.
 pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, before) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, before, ClaimMode::Exclusive);
     let upgraded = assert_granted(&*first, &upgrade).await;
     assert_granted(&*first, &conversion(&claim, upgraded, ClaimMode::Shared)).await;
@@ -340,7 +342,7 @@ pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &Tes
 pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade).await;
     let next = context.claim(ClaimMode::Shared);
@@ -358,7 +360,7 @@ pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
 pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
     let next = context.claim(ClaimMode::Shared);
@@ -376,7 +378,7 @@ pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
 pub async fn a_release_during_an_upgrade_lets_readers_in(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     assert_busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
     assert_freed(&*first, &claim).await;
     let next = context.held_in(&*second, ClaimMode::Shared).await;
@@ -390,7 +392,7 @@ pub async fn an_upgrade_is_granted_after_the_readers_expire(context: &TestContex
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
     assert_granted(&*second, &reader).await;
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     context.wait_until_granted(&*first, &upgrade).await;
     assert_eq!(renew(&*second, &reader).await, Renewal::Gone);
@@ -428,7 +430,7 @@ pub async fn a_conversion_extends_the_lease_and_never_shortens_it(context: &Test
 /// In a store with wake-ups, the release of the last reader ends the `wait` of an upgrade.
 pub async fn the_last_reader_wakes_a_waiting_upgrade(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     let reader = context.held_in(&*second, ClaimMode::Shared).await;
     let busy = assert_busy(&*first, &upgrade).await;
@@ -488,7 +490,7 @@ pub async fn inspect_returns_the_mode_after_a_conversion(context: &TestContext) 
 /// After a forced release, a conversion of the claim returns `Gone`.
 pub async fn a_claim_that_was_released_by_force_cannot_be_converted(context: &TestContext) {
     let client = context.client().await;
-    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    let (claim, grant) = acquire_upgradable_claim(context, &*client, context.long_lease()).await;
     let released = admin(&*client).force_release(claim.key()).await.expect("it answers");
     assert_eq!(released, Release::Freed);
     assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
@@ -654,10 +656,10 @@ pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext)
 pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     let registry = context.registry().await;
     let owner = Owner::new();
-    let own = || LockOptions::new().owner(&owner);
+    let with_owner = || LockOptions::new().owner(&owner);
     let lock = registry.obtain("orders:42");
-    let outer = lock.upgradable_with(own()).await.expect("a free lock is acquired");
-    let inner = lock.read_with(own()).await.expect("an owner re-enters");
+    let outer = lock.upgradable_with(with_owner()).await.expect("a free lock is acquired");
+    let inner = lock.read_with(with_owner()).await.expect("an owner re-enters");
     assert_eq!(inner.mode(), ClaimMode::Upgradable);
     drop(inner);
     let outer = outer.upgrade().await.expect("the lock is upgraded");
@@ -665,29 +667,32 @@ pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
         assert!(lock.try_lock().await.expect("busy is no error").is_none());
         assert!(lock.try_read().await.expect("busy is no error").is_none());
         for reentry in [
-            timeout(context.max_wait(), lock.lock_with(own())).await,
-            timeout(context.max_wait(), lock.read_with(own())).await,
+            timeout(context.max_wait(), lock.lock_with(with_owner())).await,
+            timeout(context.max_wait(), lock.read_with(with_owner())).await,
         ] {
             let inner = reentry.expect("an owner does not wait for itself").expect("it re-enters");
             assert_eq!(inner.fencing_token(), outer.fencing_token());
         }
     }
     let outer = outer.downgrade().await.expect("the lock is downgraded");
-    let inner = timeout(context.max_wait(), lock.read_with(own())).await;
+    let inner = timeout(context.max_wait(), lock.read_with(with_owner())).await;
     let inner = inner.expect("an owner does not wait for itself").expect("it re-enters");
     assert_eq!(inner.fencing_token(), outer.fencing_token());
     drop(inner);
-    match timeout(context.max_wait(), lock.lock_with(own())).await.expect("it does not wait") {
+    match timeout(context.max_wait(), lock.lock_with(with_owner()))
+        .await
+        .expect("it does not wait")
+    {
         Err(LockError::HeldByOwner { held: ClaimMode::Shared, .. }) => {}
         other => panic!("an owner waits for itself: {other:?}"),
     }
     unlock(outer).await;
-    unlock(lock.lock_with(own()).await.expect("the lock is free")).await;
+    unlock(lock.lock_with(with_owner()).await.expect("the lock is free")).await;
 }
 
-/// An invalid conversion returns `LockError::InvalidConversion` without an attempt, and the lock is
-/// then released. A shared lock cannot be upgraded, and a lock with other guards cannot be
-/// converted.
+/// An invalid conversion returns `LockError::InvalidConversion` without an attempt, and drops its
+/// guard. A shared lock can be neither upgraded nor downgraded, and a lock with other guards cannot
+/// be converted.
 pub async fn an_invalid_conversion_is_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -946,8 +951,8 @@ async fn sweep_conversion<F>(
     .await;
 }
 
-/// Returns an upgradable claim with this lease, and its grant.
-async fn upgradable(
+/// Acquires `orders:42` with a new upgradable claim of this lease. Returns the claim and its grant.
+async fn acquire_upgradable_claim(
     context: &TestContext,
     client: &dyn LockBackend,
     lease: Duration,

@@ -57,7 +57,7 @@ pub async fn waiting_claims_of_all_modes_are_listed(context: &TestContext) {
         let claim = context.claim(mode);
         start_waiting(&*client, &claim).await;
         let found = listed(&*client, Some("orders:42")).await;
-        assert_eq!(found.iter().map(|it| it.mode).collect::<Vec<_>>(), [mode]);
+        assert_eq!(found.iter().map(|waiter| waiter.mode).collect::<Vec<_>>(), [mode]);
         stop_waiting(&*client, &claim).await;
     }
     assert_freed(&*client, &holder).await;
@@ -137,12 +137,12 @@ pub async fn a_waiting_caller_is_listed_until_it_gives_up(context: &TestContext)
     let lock = waiting.obtain("orders:42");
     {
         let mut wait = Box::pin(lock.lock_with(LockOptions::new().label("nightly report")));
-        let listed = context.eventually("the waiter is listed", async || {
+        let until_listed = context.eventually("the waiter is listed", async || {
             let found = waiters_of(&holding).await;
-            found.iter().any(|it| it.waited_for >= Some(Duration::from_millis(900)))
+            found.iter().any(|waiter| waiter.waited_for >= Some(Duration::from_millis(900)))
         });
         tokio::select! {
-            () = listed => {}
+            () = until_listed => {}
             guard = &mut wait => panic!("the lock is held: {guard:?}"),
         }
         let found = waiters_of(&holding).await;
