@@ -61,15 +61,14 @@ impl TestContext {
         Arc::new(FaultyBackend::new(self.client().await, faults))
     }
 
-    /// Returns the builder of a registry over `client`, with a lease that never expires while a
-    /// clause runs.
+    /// Returns the builder of a registry over `client`, with a [`Self::long_lease`].
     pub(crate) fn builder(&self, client: Arc<dyn LockBackend>) -> RegistryBuilder {
         // A long operation time-out, so that a loaded machine does not fail the clause.
         Registry::builder(client).lease(self.long_lease()).timeout(Duration::from_secs(8))
     }
 
-    /// Returns a registry over a client of its own, as another process would open it. Its leases
-    /// never expire while a clause runs.
+    /// Returns a registry over a client of its own, as another process would open it, with a
+    /// [`Self::long_lease`].
     pub(crate) async fn registry(&self) -> Registry {
         self.registry_with_lease(self.long_lease()).await
     }
@@ -93,8 +92,8 @@ impl TestContext {
         (builder.build().expect("the registry is built"), count)
     }
 
-    /// Returns a new claim of `orders:42` in this mode, with a lease that never expires while a
-    /// clause runs.
+    /// Returns a new claim of `orders:42` in this mode, with a [`Self::long_lease`]. Sends no
+    /// request.
     pub(crate) fn claim(&self, mode: ClaimMode) -> Claim {
         Claim::new(key("orders:42"), self.long_lease()).with_mode(mode)
     }
@@ -174,8 +173,8 @@ impl TestContext {
         self.store.renewed_lease().max(self.capabilities.lease_min)
     }
 
-    /// Returns a lease that never expires while a clause runs, so that a key that becomes free was
-    /// released.
+    /// Returns one hour, or the longest lease of the store if that is shorter. It normally outlasts
+    /// a clause, so that a key that becomes free was released.
     pub(crate) fn long_lease(&self) -> Duration {
         Duration::from_secs(3_600).min(self.capabilities.lease_max)
     }

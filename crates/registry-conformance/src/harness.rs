@@ -19,7 +19,8 @@ pub trait Harness: Debug + Send + Sync {
     /// Creates an empty store that shares nothing with any other store: its own file, namespace or
     /// server.
     ///
-    /// Called once per clause, inside the runtime of that clause. Panics if the store cannot be
+    /// Called once per clause, inside the runtime of that clause, and once per
+    /// [`Need`](crate::Need) by the test that checks `without`. Panics if the store cannot be
     /// created: an unavailable store fails the clause and never skips it.
     async fn store(&self) -> Box<dyn Store>;
 }
@@ -59,7 +60,10 @@ pub trait Store: Debug + Send + Sync {
     }
 
     /// Returns whether the clients return the store's responses unchanged. The default is true.
-    /// Return false if the clients inject faults. Only the clauses that use the engine then apply.
+    /// Return false if the clients inject faults. Clauses that need [`Need::FaultFree`] are then
+    /// skipped.
+    ///
+    /// [`Need::FaultFree`]: crate::Need::FaultFree
     fn fault_free(&self) -> bool {
         true
     }

@@ -12,8 +12,8 @@ use crate::harness::Harness;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Need {
-    /// [`Store::fault_free`](crate::Store::fault_free): the clause calls the SPI itself, or counts
-    /// the requests that reach the store.
+    /// [`Store::fault_free`](crate::Store::fault_free): an injected fault would make the clause
+    /// fail, usually because it calls the SPI itself or counts the requests to the store.
     FaultFree,
     /// [`Capabilities::fencing`].
     Fencing,

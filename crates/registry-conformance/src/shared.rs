@@ -75,7 +75,8 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
 /// times and is reported on the standard output. Clauses of `exclusion` and `fencing` run once.
 ///
 /// # Panics
-/// With the names of the failed clauses, or if the numbers differ.
+/// With the names of the failed clauses. Also if the numbers differ, or if `CONFORMANCE_RETRIES` is
+/// not a number.
 pub fn assert_conformance_on_shared_servers<S, F>(
     start: impl Fn() -> F + Send + Sync + 'static,
     runs: usize,

@@ -31,8 +31,8 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 412,
-///     skips = 14,
+///     runs = 420,
+///     skips = 15,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }
 /// # fn main() {}
