@@ -102,8 +102,8 @@ impl FaultyBackend {
             .sum()
     }
 
-    /// Returns the number of faults that applied to calls since the start. Includes faults that had no
-    /// effect, because another fault of the same call kept the request from the store.
+    /// Returns the number of faults that applied to calls since the start. Includes faults without
+    /// an effect, because another fault of the same call kept the request from the store.
     #[must_use]
     pub fn injected_faults(&self) -> u64 {
         self.injector().injected()
