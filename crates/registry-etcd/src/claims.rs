@@ -195,7 +195,7 @@ impl Predecessor {
             WatchScope::DeletionInQueue => queue,
             _ => self.name.clone(),
         };
-        watcher.watch_predecessor(name, self.scope, self.last_seen_revision.saturating_add(1))
+        watcher.watch_for_waiter(name, self.scope, self.last_seen_revision.saturating_add(1))
     }
 
     /// Takes the watch of `earlier` if both are the same entry with the same scope.

@@ -54,18 +54,18 @@ impl TombstoneLeases {
             return Ok(lease);
         }
         let pending_grant = {
-            let mut all = self.pending_grants();
+            let mut pending_grants = self.pending_grants();
             if let Some(lease) = self.find_and_extend(ttl_seconds, keep_alive) {
                 return Ok(lease);
             }
-            let start =
+            let start_grant =
                 || pool.grant(ttl_seconds.saturating_mul(TOMBSTONE_TTL_FACTOR)).boxed().shared();
-            all.entry(ttl_seconds).or_insert_with(start).clone()
+            pending_grants.entry(ttl_seconds).or_insert_with(start_grant).clone()
         };
         let granted = pending_grant.clone().await;
-        let mut all = self.pending_grants();
-        if all.get(&ttl_seconds).is_some_and(|present| present.ptr_eq(&pending_grant)) {
-            all.remove(&ttl_seconds);
+        let mut pending_grants = self.pending_grants();
+        if pending_grants.get(&ttl_seconds).is_some_and(|current| current.ptr_eq(&pending_grant)) {
+            pending_grants.remove(&ttl_seconds);
             if let Ok(lease) = &granted {
                 let tombstone_lease = TombstoneLease {
                     id: lease.id,
@@ -83,8 +83,8 @@ impl TombstoneLeases {
     pub(crate) fn find_and_extend(&self, ttl_seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
         let entry_ttl = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
         let now = Moment::now();
-        let mut all = self.leases();
-        let tombstone_lease = all.get_mut(&ttl_seconds)?;
+        let mut leases = self.leases();
+        let tombstone_lease = leases.get_mut(&ttl_seconds)?;
         let has_ended = match tombstone_lease
             .pending_keep_alive
             .as_mut()
@@ -95,8 +95,8 @@ impl TombstoneLeases {
                 tombstone_lease.pending_keep_alive = None;
                 false
             }
-            // Another client has ended the lease. The next renewal of each entry writes a new
-            // tombstone.
+            // The lease has expired, or another client has revoked it. The next renewal of each
+            // entry writes a new tombstone.
             Some(KeepAliveOutcome::LeaseNotFound) => true,
             None => false,
         };
@@ -104,7 +104,7 @@ impl TombstoneLeases {
         if has_ended || age >= entry_ttl * 2 {
             // The lease has ended, or its remaining time is at most the duration of an entry's
             // lease. A tombstone written now could end before its entry.
-            all.remove(&ttl_seconds);
+            leases.remove(&ttl_seconds);
             return None;
         }
         let last_request = tombstone_lease
@@ -114,9 +114,9 @@ impl TombstoneLeases {
         if now.since(last_request) >= entry_ttl / 3 {
             // No caller awaits the outcome, because the lease lasts long enough for further
             // requests.
-            let expires_at = tombstone_lease.extended_at.after(entry_ttl * 2);
+            let usable_until = tombstone_lease.extended_at.after(entry_ttl * 2);
             tombstone_lease.pending_keep_alive =
-                Some(keep_alive.request_extension(tombstone_lease.id, expires_at, entry_ttl / 6));
+                Some(keep_alive.request_extension(tombstone_lease.id, usable_until, entry_ttl / 6));
         }
         Some(tombstone_lease.id)
     }
@@ -128,8 +128,8 @@ impl TombstoneLeases {
 
     /// Revokes all leases, which also deletes the tombstones.
     pub(crate) async fn close(&self, pool: &LeasePool) {
-        let all = std::mem::take(&mut *self.leases());
-        for tombstone_lease in all.into_values() {
+        let leases = std::mem::take(&mut *self.leases());
+        for tombstone_lease in leases.into_values() {
             if pool.revoke(tombstone_lease.id).await.is_err() {
                 // The leases expire on their own.
                 return;

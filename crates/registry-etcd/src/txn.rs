@@ -22,8 +22,8 @@ pub(crate) struct TombstonePut {
 }
 
 /// Appends the entry `name` to `queue` unless the key exists. On success, the response contains the
-/// result of the put, the two newest entries, and some existing tombstones. Otherwise it contains
-/// the key `name` and the first entry.
+/// result of the put, the two newest entries, and, if `tombstone` is given, some existing
+/// tombstones. Otherwise it contains the key `name` and the first entry.
 pub(crate) fn enqueue(
     queue: &[u8],
     name: &[u8],
@@ -47,8 +47,8 @@ pub(crate) fn enqueue(
 }
 
 /// Puts the entry `name` into `queue` if the queue is empty. On success, the response contains the
-/// result of the put and some existing tombstones. Otherwise it contains the key `name` and the
-/// first entry.
+/// result of the put and, if `tombstone` is given, some existing tombstones. Otherwise it contains
+/// the key `name` and the first entry.
 pub(crate) fn enqueue_if_empty(
     queue: &[u8],
     name: &[u8],
@@ -101,8 +101,8 @@ impl AppendIf {
 }
 
 /// Appends the entry `name` to `queue` unless the key exists or the condition fails. On success,
-/// the response contains the result of the put, all entries, and all earlier tombstones. Otherwise
-/// it contains the key `name` and all entries.
+/// the response contains the result of the put, all entries, and, if `tombstone` is given, all
+/// earlier tombstones. Otherwise it contains the key `name` and all entries.
 pub(crate) fn append(
     queue: &[u8],
     name: &[u8],
@@ -141,11 +141,12 @@ fn all_tombstones(prefix: &[u8]) -> RangeRequest {
     RangeRequest { limit: 0, ..some_tombstones(prefix) }
 }
 
-/// Puts the request `name` to upgrade the claim of the entry `own`, if `own` has not changed. On
-/// success, the response contains the result of the put, then the parts of [`read_entries`].
+/// Puts the request `name` to upgrade the claim of `own_entry`, if `own_entry` has not changed and
+/// the key `name` does not exist. On success, the response contains the result of the put, then the
+/// parts of [`read_entries`].
 pub(crate) fn request_upgrade(
     queue: &[u8],
-    own: &KeyValue,
+    own_entry: &KeyValue,
     name: &[u8],
     record: Vec<u8>,
     lease: i64,
@@ -153,29 +154,29 @@ pub(crate) fn request_upgrade(
 ) -> TxnRequest {
     let mut txn = read_entries(queue, tombstone_prefix);
     txn.success.insert(0, op(put_op(name, record, lease)));
-    txn.compare = vec![compare_mod_revision(own), compare_create_revision(name, 0)];
+    txn.compare = vec![compare_mod_revision(own_entry), compare_create_revision(name, 0)];
     txn
 }
 
-/// Replaces the record of the entry `own` if `own` has not changed and all entries in `must_exist`
-/// exist. Deletes the request to upgrade `own`, if any.
+/// Replaces the record of `own_entry` if it has not changed and all entries in `must_exist` exist.
+/// Then also deletes `upgrade_request`, if given.
 pub(crate) fn convert(
-    own: &KeyValue,
+    own_entry: &KeyValue,
     record: Vec<u8>,
     must_exist: &[&KeyValue],
-    request: Option<&KeyValue>,
+    upgrade_request: Option<&KeyValue>,
 ) -> TxnRequest {
-    let mut compare = vec![compare_mod_revision(own)];
+    let mut compare = vec![compare_mod_revision(own_entry)];
     let exists = |entry: &&KeyValue| compare_create_revision(&entry.key, entry.create_revision);
     compare.extend(must_exist.iter().map(exists));
     let put = PutRequest {
-        key: own.key.clone(),
+        key: own_entry.key.clone(),
         value: record,
         ignore_lease: true,
         ..PutRequest::default()
     };
     let mut success = ops([OpRequest::Put(put)]);
-    success.extend(request.map(|request| op(delete_op(&request.key))));
+    success.extend(upgrade_request.map(|request| op(delete_op(&request.key))));
     TxnRequest { compare, success, failure: Vec::new() }
 }
 
@@ -198,7 +199,8 @@ pub(crate) fn replace_waiting(
 
 /// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if an
 /// upgrade may take a larger token before this claim is granted. This is possible if the queue
-/// contains an upgradable claim, an upgraded claim, or a record without a token.
+/// contains a record without a token. For a claim that is not shared, it is also possible if the
+/// queue contains an upgradable or an upgraded claim.
 fn put_behind(
     queue: &[u8],
     name: &[u8],
@@ -324,7 +326,7 @@ pub(crate) fn delete_with_tombstone(
     txn
 }
 
-/// Like [`delete_with_tombstone`], but first reads the entries up to this one.
+/// Like [`delete_with_tombstone`]. If `name` has this revision, first reads the entries up to it.
 pub(crate) fn dequeue_in_mode(
     queue: &[u8],
     name: &[u8],
@@ -344,7 +346,7 @@ pub(crate) fn with_deletion(mut txn: TxnRequest, name: &[u8]) -> TxnRequest {
     txn
 }
 
-/// Like [`delete_with_tombstone`], but first reads the predecessor.
+/// Like [`delete_with_tombstone`]. If `name` has this revision, first reads the predecessor.
 pub(crate) fn dequeue(
     queue: &[u8],
     name: &[u8],

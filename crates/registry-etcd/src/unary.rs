@@ -33,8 +33,8 @@ impl Service<http::Request<Body>> for UnaryChannel {
     }
 }
 
-/// A body that reads one frame ahead. After it returns the last frame, `is_end_stream` is therefore
-/// already true.
+/// A body that reads one frame ahead. If the end is known when it returns the last frame,
+/// `is_end_stream` is therefore already true. Otherwise the end is a separate frame.
 struct LookaheadBody {
     body: Body,
     next: Option<Result<Frame<Bytes>, Status>>,
@@ -127,9 +127,9 @@ mod tests {
 
     #[tokio::test]
     async fn every_frame_is_sent_once() {
-        let both = [("a".into(), false), ("b".into(), true)];
-        assert_eq!(frames_of([Poll::Ready("a"), Poll::Ready("b")]).await, both);
-        assert_eq!(frames_of([Poll::Ready("a"), Poll::Pending, Poll::Ready("b")]).await, both);
+        let expected = [("a".into(), false), ("b".into(), true)];
+        assert_eq!(frames_of([Poll::Ready("a"), Poll::Ready("b")]).await, expected);
+        assert_eq!(frames_of([Poll::Ready("a"), Poll::Pending, Poll::Ready("b")]).await, expected);
         assert_eq!(frames_of([Poll::Ready("a"), Poll::Pending]).await, [("a".into(), false)]);
         assert_eq!(frames_of([]).await, []);
     }

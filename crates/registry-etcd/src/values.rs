@@ -32,14 +32,14 @@ impl ValueStore for EtcdBackend {
         }
         let grant = self.find_grant(claim, i64::from(token)).await;
         let grant = grant.map_err(|error| self.with_address(error))?;
-        let Some((entry, create_revision)) = grant else { return Ok(ValueWrite::NotHeld) };
+        let Some((entry_name, create_revision)) = grant else { return Ok(ValueWrite::NotHeld) };
         let put = PutRequest {
             key: self.names.value_name(claim.key()),
             value: LockValue::encode(token, value),
             ..PutRequest::default()
         };
         let txn = TxnRequest {
-            compare: vec![txn::compare_create_revision(&entry, create_revision)],
+            compare: vec![txn::compare_create_revision(&entry_name, create_revision)],
             success: vec![txn::op(OpRequest::Put(put))],
             failure: Vec::new(),
         };

@@ -69,7 +69,7 @@ pub(crate) enum WatchOutcome {
     Deleted,
     /// The key has a new value, or another key of the queue was deleted.
     Changed,
-    /// The watch ended without a deletion.
+    /// The watch ended without an event of its scope.
     Ended,
 }
 
@@ -150,8 +150,9 @@ impl Watcher {
         Self { commands, next_id: 1.into(), registries, task }
     }
 
-    /// Watches `name` from the revision `start_revision` on. Notifies only the caller.
-    pub(crate) fn watch_predecessor(
+    /// Watches the key `name`, or with [`WatchScope::DeletionInQueue`] all keys with this prefix,
+    /// from the revision `start_revision` on. Notifies only the caller.
+    pub(crate) fn watch_for_waiter(
         &self,
         name: Vec<u8>,
         scope: WatchScope,
@@ -273,7 +274,8 @@ async fn serve_stream(
     registries: &InvalidationSet,
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
-    let apply = |command: WatchCommand, watches: &mut Watches| match command {
+    // Returns false if the stream no longer accepts requests.
+    let apply_command = |command: WatchCommand, watches: &mut Watches| match command {
         WatchCommand::Create { id, key, scope, start_revision, recipient, state } => {
             watches.0.insert(id, (recipient, scope, state));
             let (range_end, filters) = match scope {
@@ -290,7 +292,7 @@ async fn serve_stream(
             watches.0.remove(&id).is_none() || requests.send(cancel_request(id)).is_ok()
         }
     };
-    if !apply(first_command, watches) || watches.0.is_empty() {
+    if !apply_command(first_command, watches) || watches.0.is_empty() {
         return;
     }
     let Ok(connection) = client.get_or_connect().await else { return };
@@ -309,7 +311,7 @@ async fn serve_stream(
             + client.response_timeout();
         tokio::select! {
             command = commands.recv() => {
-                if !command.is_some_and(|command| apply(command, watches)) {
+                if !command.is_some_and(|command| apply_command(command, watches)) {
                     return;
                 }
             }
