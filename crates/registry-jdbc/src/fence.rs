@@ -74,10 +74,10 @@ pub trait Fence<DB: Database> {
     /// The guard of a reader or a permit can fence too. Conflicting claims, and an upgrade of the
     /// same guard, then wait until the transaction ends.
     ///
-    /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`, or `LOCK IN SHARE MODE` for
-    /// readers and permits. If several claims hold the key, an open transaction blocks the grants,
-    /// renewals and releases of all of them. The fence does not block other locks, but it blocks
-    /// renewals of this lock. So the transaction must end well before the lease does.
+    /// In MariaDB and MySQL, the fence locks one row: `FOR UPDATE` for an exclusive lease,
+    /// otherwise `LOCK IN SHARE MODE`. If several claims hold the key, an open transaction blocks
+    /// the grants, renewals and releases of all of them. The fence does not block other locks, but
+    /// it blocks renewals of this lease. So the transaction must end well before the lease does.
     ///
     /// With `REPEATABLE READ`, the default of MariaDB and MySQL, fence before the transaction reads
     /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that
@@ -85,7 +85,7 @@ pub trait Fence<DB: Database> {
     /// grant, the fence returns [`FenceError::Busy`]. A hand-over within this process does not
     /// change the row, so the fence cannot detect that a snapshot is older than the hand-over.
     ///
-    /// In all databases, a rollback to a savepoint also undoes a fence that is newer than the
+    /// In PostgreSQL, a rollback to a savepoint also undoes a fence that is newer than the
     /// savepoint. Fence the outermost transaction, or make sure that the rollback also undoes all
     /// protected writes. The fence locks the row even if it then finds that the lock is lost. In
     /// that case, call [`Transaction::rollback`] at once: a dropped transaction is rolled back only

@@ -137,12 +137,12 @@ impl Dialect for MySql {
         let (client, texts) = (&rows.store.client, &rows.store.statements);
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
-        let (limit, length) = (claim_count(claims), Value::Number(micros(lease)));
-        let values = [ids.clone(), Value::claims(claims), limit, length];
+        let (limit, lease_value) = (claim_count(claims), Value::Number(micros(lease)));
+        let values = [ids.clone(), Value::claims(claims), limit, lease_value];
         let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has the same effect as a single renewal, so it may be sent again.
-        let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
-        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed_rows };
+        let answer = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
+        let renewal = SentRenewal { client, claims, requested_at, changed: answer.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [ids]);
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
@@ -180,7 +180,7 @@ impl Dialect for MySql {
         Ok(true)
     }
 
-    /// Ends the lease, or ends the connection that has the row locked for a claim.
+    /// Frees the key: ends a lease, or ends the connection that has the row locked for a claim.
     async fn force_release(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
         let released = match holder_connection(rows, key).await? {
             Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
@@ -334,7 +334,7 @@ where
     Err(error::fenced_transaction_open(error::STORE))
 }
 
-/// Returns whether a transaction currently has the key's row locked.
+/// Returns whether a transaction currently has the key's row locked, or the row does not exist.
 pub(super) async fn is_locked(
     rows: &MySqlLeaseTable,
     key: &Key,

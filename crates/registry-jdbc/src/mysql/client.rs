@@ -19,7 +19,7 @@ pub(super) fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
     let lock_timeout = u64::try_from(lock_timeout).unwrap_or(u64::MAX);
     ConnectionPool::new(config.connect_options(), config.settings.pool_limits()).with_after_connect(
         Box::new(move |connection: &mut MySqlConnection| {
-            let after_connect = sqlx::raw_sql(sql::session_settings(lock_timeout));
+            let after_connect = sqlx::raw_sql(sql::connection_settings(lock_timeout));
             async move { after_connect.execute(connection).await.map(drop) }.boxed()
         }),
     )

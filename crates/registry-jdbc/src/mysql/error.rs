@@ -47,7 +47,7 @@ impl ServerErrors for MySql {
         matches!(number_of(error), Some(NO_SUCH_TABLE | BAD_FIELD | BAD_DB))
     }
 
-    fn is_busy(error: &sqlx::Error) -> bool {
+    fn is_conflict(error: &sqlx::Error) -> bool {
         matches!(number_of(error), Some(DEADLOCK | CHECK_READ | LOCK_WAIT_TIMEOUT))
     }
 
@@ -56,7 +56,7 @@ impl ServerErrors for MySql {
         source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
     }
 
-    /// Returns whether the server has no named locks, as nodes of some clusters do.
+    /// The nodes of some clusters have no named locks.
     fn is_missing_holder_locks(error: &BackendError) -> bool {
         matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
     }

@@ -3,7 +3,7 @@
 //! InnoDB keeps the row locks of a transaction until the transaction ends, even after a rollback to
 //! a savepoint. InnoDB has no lock timeout for a single statement. So connections of the store
 //! create and check the row. The caller's connection locks only a row that appears free, and never
-//! waits.
+//! waits for it.
 //!
 //! Before that lock, the statements on the caller's connection open no snapshot. Otherwise a
 //! transaction with `REPEATABLE READ` would read rows as they were before the grant. A transaction
@@ -42,7 +42,8 @@ pub(super) async fn attempt_until(
     }
 }
 
-/// Makes one attempt. Returns `None` if the lock is held. Then the transaction has locked nothing.
+/// Makes one attempt. Returns `None` if the lock is held. Then the transaction has not locked the
+/// key's row, but it may have locked the meta row.
 async fn attempt(
     rows: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
@@ -50,8 +51,8 @@ async fn attempt(
 ) -> Result<Option<FencingToken>, LockInError> {
     let backend_error = |source| LockInError::backend(key, source);
     // The store's connections may find the row free, while the transaction finds no row to lock.
-    // Then the transaction is on another database, or another client briefly held the key. After a
-    // second such round, the id of the tables shows whether the database is another one.
+    // Then the transaction is on another database, or another client briefly locked the row. After
+    // a second such round, the id of the tables shows whether the database is another one.
     for _ in 0..2 {
         if !prepare_row(rows, key).await.map_err(backend_error)? {
             return Ok(None);
@@ -136,7 +137,7 @@ fn check_database(
 fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     if MySql::is_no_such_table(&source) {
         LockInError::other_database(key)
-    } else if MySql::is_busy(&source) {
+    } else if MySql::is_conflict(&source) {
         LockInError::conflict(key, Some(source))
     } else {
         LockInError::database(key, source)

@@ -51,9 +51,11 @@ use crate::server::{SqlBackend, SqlServer};
 ///
 /// A server that is set `read_only` grants and renews nothing, even for users that may write to it.
 ///
-/// The backend opens its own connections and never joins a transaction of the application. It opens
-/// at most as many as [configured](MySqlConfig::with_connections), plus two, for any number of held
-/// or awaited leases.
+/// The backend opens its own connections. Only [`Fence`](crate::Fence), [`LockIn`](crate::LockIn)
+/// and [`RunIn`](crate::RunIn) use a transaction of the application. For any number of held or
+/// awaited leases, the backend has at most as many connections as
+/// [configured](MySqlConfig::with_connections), plus two, and replacements of connections that do
+/// not answer.
 ///
 /// # Examples
 /// ```no_run

@@ -6,10 +6,10 @@
 //! and for [`IDLE_TIME_MAX`] after the last waiter. It writes and locks nothing.
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
-//!   and 250 ms. So after a wait of one second, the task sees a release at most an eighth of a
-//!   second late. A long wait costs the server few polls.
-//! - Polling takes at most a tenth of the time: after each poll, the task pauses for nine times the
-//!   duration of the poll. So the task polls a slow server less often.
+//!   and 250 ms. It varies randomly by up to a fifth. So after a wait of one second, the task sees
+//!   a release about an eighth of a second late. A long wait costs the server few polls.
+//! - After each poll, the task pauses for nine times the duration of the poll, but for at most one
+//!   second. So the task polls a slow server less often.
 //! - The task wakes a waiter if the waiter's key is free, or if another grant than before holds the
 //!   key.
 
@@ -31,11 +31,12 @@ use crate::server::{ConnectionUse, RowId, ServerErrors as _};
 
 /// The pause between two polls of a key is the wait so far divided by this number.
 const PAUSE_DIVISOR: u32 = 8;
-/// The minimum pause.
+/// The minimum pause between two polls of a key, before [`jittered`] varies it.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
-/// The maximum pause.
+/// The maximum pause between two polls of a key, before [`jittered`] varies it.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// The task spends at most one part in this number of its time on polls.
+/// The task spends at most one part in this number of its time on polls, unless the pause after a
+/// poll is limited by [`PAUSE_AFTER_POLL_MAX`].
 const POLL_TIME_DIVISOR: u32 = 10;
 /// The maximum pause after a poll, so that a server is polled soon after an outage.
 const PAUSE_AFTER_POLL_MAX: Duration = Duration::from_secs(1);
@@ -77,8 +78,8 @@ impl MySqlReleasePoller {
     /// the caller's attempt found.
     pub(super) async fn wait(&self, row: RowId, known_version: u64) {
         let (waiters, now) = (&self.shared.waiters, Instant::now());
-        let state = PolledWaiter { known_version, since: now, due: now + jittered(PAUSE_MIN) };
-        let waiter = waiters.register(row, state);
+        let polled = PolledWaiter { known_version, since: now, due: now + jittered(PAUSE_MIN) };
+        let waiter = waiters.register(row, polled);
         waiters.ensure_task(|| Handle::current().spawn(Arc::clone(&self.shared).run()));
         waiter.woken().await;
     }
@@ -87,7 +88,8 @@ impl MySqlReleasePoller {
         Arc::clone(&self.shared) as _
     }
 
-    /// Polls this key at once if it has waiters. Called after a release by this process.
+    /// Makes the next poll due for this key, if the key has waiters. Called after a release by this
+    /// process. The poll begins at once, or after the pause that follows the previous poll.
     pub(super) fn poll_soon(&self, key: &Key) {
         let waiters = &self.shared.waiters;
         if waiters.is_empty() {

@@ -174,8 +174,8 @@ impl SessionProtocol for MySqlRowProtocol {
         }
         let Some(token) = claimed? else { return Ok(LockAttempt::Busy(None)) };
         let locked = self.lock(connected, claim).await?;
-        let taken = plan.grant_from_write(claim, i64::from(token), false).filter(|_| locked);
-        Ok(taken.map_or(LockAttempt::Busy(None), LockAttempt::Grant))
+        let grant = plan.grant_from_write(claim, i64::from(token), false).filter(|_| locked);
+        Ok(grant.map_or(LockAttempt::Busy(None), LockAttempt::Grant))
     }
 
     async fn unlock(

@@ -60,14 +60,16 @@ impl MySqlSessionProtocol {
     }
 
     /// Sends a query for the connection's id and a number. Checks the id, and returns the number.
+    /// `lock_name` is the query's parameter, if it has one.
     async fn fetch_number(
         &self,
         connected: &mut MySqlSessionConnection,
         text: &'static str,
-        name: Option<Value>,
+        lock_name: Option<Value>,
     ) -> Result<Option<i64>, SessionFailure> {
         let text = StatementText::positional(text, &[]);
-        let rows = send_once(&mut connected.connection, &text, Vec::from_iter(name)).await?.rows;
+        let rows =
+            send_once(&mut connected.connection, &text, Vec::from_iter(lock_name)).await?.rows;
         let row = one_row(&rows)?;
         connected.check_connection(row)?;
         read(row, 1)
@@ -238,15 +240,16 @@ impl SessionProtocol for MySqlSessionProtocol {
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
         let (texts, id) = (&self.rows.store.statements, self.rows.id_value(claim.key()));
-        let (own, token, block) =
+        let (claim_value, token, block) =
             (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {
-            let earlier = Value::bytes(&row_claim.to_bytes());
-            let values = [id.clone(), own.clone(), token.clone(), block.clone(), earlier];
+            let earlier_claim = Value::bytes(&row_claim.to_bytes());
+            let values =
+                [id.clone(), claim_value.clone(), token.clone(), block.clone(), earlier_claim];
             send_once(&mut connected.connection, &texts.session_update_claim, values).await?;
         }
         let (namespace, key) = (self.rows.namespace_value(), Value::key(claim.key()));
-        let values = [id, namespace, key, own, token, block];
+        let values = [id, namespace, key, claim_value, token, block];
         send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }
 
@@ -263,7 +266,7 @@ pub(super) async fn connect(
     idle_timeout: Duration,
 ) -> Result<MySqlConnection, sqlx::Error> {
     let mut connection = MySqlConnection::connect_with(&config.connect_options()).await?;
-    sqlx::raw_sql(sql::session_settings(ROW_WAIT.as_secs())).execute(&mut connection).await?;
+    sqlx::raw_sql(sql::connection_settings(ROW_WAIT.as_secs())).execute(&mut connection).await?;
     let idle_timeout = i64::try_from(idle_timeout.as_secs()).unwrap_or(i64::MAX);
     query("SET SESSION wait_timeout = ?").bind(idle_timeout).execute(&mut connection).await?;
     Ok(connection)

@@ -1,7 +1,8 @@
 //! All statements of the store.
 //!
 //! Each statement is one transaction and takes one round trip. So a dropped future cannot leave a
-//! transaction open.
+//! transaction open. Exceptions are statements in a transaction of the caller, such as [`FENCE`]
+//! and [`RAISE_TOKEN`], and [`ROW_LOCK`] in the transaction of a row lock.
 //!
 //! A row is held if it has a claim and `until` is in the future. A claim of a session or row lock
 //! has no lease. Its `until` is zero, which stays in the past even if the clock is set back.
@@ -41,7 +42,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 /// The settings of every connection. They override the server's defaults: for example,
 /// `completion_type` could make COMMIT close the connection. With READ COMMITTED, a statement sees
 /// committed rows, and a select inside a write locks nothing.
-pub(super) const SESSION: &str = "\
+const CONNECTION_SETTINGS: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
@@ -52,9 +53,9 @@ pub(super) const SESSION: &str = "\
 pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
     "SET SESSION innodb_lock_wait_timeout = 1 /*M! - 1 */";
 
-/// The lengths of lists in a prepared statement, for renewals and polled keys. Unused parameters
-/// are NULL and match nothing. A few fixed sizes keep the number of prepared statements on the
-/// server small.
+/// The lengths of lists in a prepared statement, for renewals, polled keys and purges. Unused
+/// parameters are NULL and match nothing. A few fixed sizes keep the number of prepared statements
+/// on the server small.
 pub(super) const LIST_SIZES: [usize; 4] = [1, 8, 64, 1024];
 
 /// Returns the smallest of [`LIST_SIZES`] for `items`, or the largest.
@@ -122,9 +123,9 @@ impl MySqlStatements {
                 .replace("{now}", &now);
             StatementText::positional(&text, &LIST_SIZES)
         };
-        let holders = |connection| HolderStatements {
-            of_key: text(&holders("id = $1", connection)),
-            of_namespace: text(&holders("namespace = $1", connection)),
+        let holder_statements = |connection| HolderStatements {
+            of_key: text(&holders_query("id = $1", connection)),
+            of_namespace: text(&holders_query("namespace = $1", connection)),
         };
         let rows = RowStatements {
             meta: text(META),
@@ -136,8 +137,8 @@ impl MySqlStatements {
                 &[CONSTANT_TOKEN_ON_REACQUIRE, REACQUIRES_HELD_KEY],
             )),
             current_grant: text(CURRENT_GRANT),
-            holders: holders(HOLDER_CONNECTION_ID),
-            lease_holders_only: Some(holders("NULL")),
+            holders: holder_statements(HOLDER_CONNECTION_ID),
+            lease_holders_only: Some(holder_statements("NULL")),
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_shared_grant: text(
@@ -188,7 +189,7 @@ impl MySqlStatements {
             is_current_in_snapshot: text(IS_CURRENT_IN_SNAPSHOT),
             raise_token: text(RAISE_TOKEN),
             session_write_claim: text(&ACQUIRE.replace("{end}", "0")),
-            session_try_lock: text(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
+            session_try_lock: text(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_CLAIM_CHECK])),
             session_is_free: text(SESSION_IS_FREE),
             session_ensure_row: text(SESSION_ENSURE_ROW),
             session_update_claim: text(SESSION_UPDATE_CLAIM),
@@ -218,7 +219,7 @@ const REACQUIRES_HELD_KEY: SqlMutation =
     SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "TRUE");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
-const SESSION_SKIPS_ROW_CHECK: SqlMutation =
+const SESSION_SKIPS_CLAIM_CHECK: SqlMutation =
     SqlMutation::new(Mutant::SessionSkipsClaimCheck, "AND l.claim = $2", "AND $2 IS NOT NULL");
 
 /// Returns [`SCHEMA`] for names that begin with `prefix`.
@@ -226,9 +227,10 @@ pub(super) fn schema(prefix: &str) -> SqlStr {
     AssertSqlSafe(SCHEMA.replace("lock_registry", prefix)).into_sql_str()
 }
 
-/// Returns [`SESSION`] with this lock timeout, in whole seconds: the server accepts no fractions.
-pub(super) fn session_settings(lock_timeout_seconds: u64) -> SqlStr {
-    AssertSqlSafe(SESSION.replace("{lock_timeout}", &lock_timeout_seconds.to_string()))
+/// Returns [`CONNECTION_SETTINGS`] with this lock timeout, in whole seconds: the server accepts no
+/// fractions.
+pub(super) fn connection_settings(lock_timeout_seconds: u64) -> SqlStr {
+    AssertSqlSafe(CONNECTION_SETTINGS.replace("{lock_timeout}", &lock_timeout_seconds.to_string()))
         .into_sql_str()
 }
 
@@ -328,7 +330,7 @@ const CURRENT_GRANT: &str = "\
 /// connection that has the row locked and holds the named lock [`holder_lock_name`].
 ///
 /// Parameter: id or namespace.
-fn holders(condition: &str, holder_connection: &str) -> String {
+fn holders_query(condition: &str, holder_connection: &str) -> String {
     format!(
         "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL), claim, {{now}} \
          FROM {{locks}} \

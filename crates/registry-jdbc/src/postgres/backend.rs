@@ -161,7 +161,8 @@ impl Dialect for Postgres {
     }
 
     async fn release_all(rows: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<bool>, BackendError> {
-        let (channel, ids) = (&rows.wakeups.channel, claims.iter().map(|it| rows.row_id(it.key())));
+        let channel = &rows.wakeups.channel;
+        let ids = claims.iter().map(|claim| rows.row_id(claim.key()));
         let (messages, presence_locks) = ids
             .map(|id| id.notification_id())
             .map(|id| (id.to_vec(), channel.presence_lock(id)))
@@ -169,7 +170,7 @@ impl Dialect for Postgres {
         let values = [
             row_ids(rows, claims),
             Value::claims(claims),
-            Value::Numbers(claims.iter().map(|it| i64::from(it.token_block())).collect()),
+            Value::Numbers(claims.iter().map(|claim| i64::from(claim.token_block())).collect()),
             Value::Text(channel.name().to_owned()),
             Value::ManyBytes(messages),
             Value::Numbers(presence_locks),
@@ -321,10 +322,10 @@ pub(super) async fn renew(
     values: impl Into<Vec<Value>>,
     claims: &[&Claim],
 ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-    let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
+    let shortest_lease = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
     // A repeated renewal has the same effect as a single one, so `query` may send it again.
     let statement = Statement::new(text, values);
-    let rows = store.client.query(ConnectionUse::Renew(shortest), &statement).await?;
+    let rows = store.client.query(ConnectionUse::Renew(shortest_lease), &statement).await?;
     if rows.len() != claims.len() {
         return Err(corrupt::<Postgres>("a renewal did not return one row per claim"));
     }

@@ -29,8 +29,9 @@ pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, Bac
     }
 }
 
-/// Limits how long the statements of a new connection wait for their tables. Without the limit, a
-/// statement could wait for a table rebuild, and then grant a lock that its caller has given up.
+/// Limits how long the statements of a new connection wait for locks on tables and rows. Without
+/// the limit, a statement could wait for a table rebuild, and then grant a lock whose caller has
+/// timed out.
 fn set_lock_timeout(config: &PostgresConfig) -> AfterConnect<PgConnection> {
     let text = format!("SET lock_timeout = {}", config.settings.busy_timeout.as_millis().max(1));
     Box::new(move |connection| {

@@ -81,7 +81,8 @@ pub enum StatementMode {
 /// Where the listener receives release notifications.
 #[derive(Clone)]
 pub(super) enum Listen {
-    /// The listener connects to the server that receives the statements.
+    /// The listener connects to the server that receives the statements. With
+    /// [`StatementMode::Unprepared`] there is no listener.
     SameServer,
     /// The listener connects to another address, which bypasses the pooler of the statements.
     OtherServer(Box<PgConnectOptions>),
@@ -109,7 +110,9 @@ impl PostgresConfig {
     /// HOST may be a directory of Unix sockets, with `%2F` for its slashes. Defaults: the user of
     /// this process, no password, port 5432, and the database with the user's name. Environment
     /// variables such as `PGPASSWORD` and password files are ignored, because they may belong to
-    /// another server.
+    /// another server. The client cannot ignore `PGOPTIONS` and, with the feature `tls`, variables
+    /// such as `PGSSLROOTCERT`. If one of them is set and this configuration does not override it,
+    /// [`check`](Self::check) returns an error.
     ///
     /// # Errors
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may

@@ -56,7 +56,7 @@ pub(super) async fn check_server(store: &Store<Postgres>) -> Result<Vec<Finding>
     let after = host_micros();
     let row = one_row::<Postgres>(&rows)?;
 
-    let mut findings = settings(row)?;
+    let mut findings = setting_findings(row)?;
     findings.extend(check_clock(before, number::<Postgres>(row, 8)?, after));
     let is_prepared = matches!(store.config.query_mode(), QueryMode::Prepared);
     let listen = &store.config.listen;
@@ -68,7 +68,8 @@ pub(super) async fn check_server(store: &Store<Postgres>) -> Result<Vec<Finding>
     Ok(findings)
 }
 
-fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
+/// Returns the findings about the row of [`SERVER_SETTINGS`], except for the clock.
+fn setting_findings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     let setting = |index| row.try_get::<String, _>(index).map_err(Postgres::explain);
     let mut findings = Vec::new();
     let version = setting(0)?;

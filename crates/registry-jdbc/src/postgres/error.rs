@@ -62,7 +62,7 @@ impl ServerErrors for Postgres {
         code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
     }
 
-    fn is_busy(error: &sqlx::Error) -> bool {
+    fn is_conflict(error: &sqlx::Error) -> bool {
         code_of(error).is_some_and(|code| matches!(code, "40001" | "40P01" | "55P03"))
     }
 

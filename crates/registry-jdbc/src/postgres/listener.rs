@@ -1,6 +1,6 @@
-//! The listener: wakes waiting callers when a release notification arrives. While callers wait, it
-//! has one connection and one task. It neither acquires nor releases registry locks. Its advisory
-//! locks only show that it exists.
+//! The listener: wakes waiting callers when a release notification arrives. While callers wait, and
+//! for about half a minute after that, it has one connection and one task. It neither acquires nor
+//! releases registry locks. Its advisory locks only show that it exists.
 //!
 //! A notification can be lost with its connection, so every reconnect wakes all waiting callers.
 //! The engine also polls, so no wait relies on notifications alone. The listener receives all
@@ -122,7 +122,7 @@ impl PgReleaseListener {
         let waiter = waiters.register(lock, ());
         waiters.ensure_task(|| {
             let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
-            tokio::spawn(listen(shared, server, self.channel.clone()))
+            tokio::spawn(run_listener(shared, server, self.channel.clone()))
         });
         if !self.shared.state().ends_wait_at_once(&lock, position) {
             waiter.woken().await;
@@ -238,14 +238,14 @@ impl ListenerShared {
 impl ListenerState {
     fn ends_wait_at_once(&self, lock: &LockId, position: u64) -> bool {
         let Some(complete_since) = self.complete_since else { return false };
-        let after = |(number, _): &&(u64, LockId)| *number > position;
+        let is_after = |(number, _): &&(u64, LockId)| *number > position;
         complete_since > position
-            || self.releases.iter().rev().take_while(after).any(|(_, released)| released == lock)
+            || self.releases.iter().rev().take_while(is_after).any(|(_, released)| released == lock)
     }
 }
 
 /// Connects repeatedly, until no caller has waited during more than [`IDLE_CHECKS_MAX`] checks.
-async fn listen(
+async fn run_listener(
     shared: Arc<ListenerShared>,
     server: PgConnectOptions,
     channel: NotificationChannel,
@@ -256,9 +256,9 @@ async fn listen(
         if let Ok(Ok(listener)) = connected {
             pause = RETRY_MIN;
             shared.mark_connected();
-            let idle = receive(&shared, listener, &channel).await;
+            let is_idle = receive(&shared, listener, &channel).await;
             shared.mark_disconnected();
-            if idle && shared.waiters.try_stop() {
+            if is_idle && shared.waiters.try_stop() {
                 return;
             }
         } else if shared.waiters.try_stop() {
@@ -347,7 +347,8 @@ const PROBE_PREFIX: &str = "proof ";
 /// The number of stored releases. They cover the time between the answer "busy" and the wait.
 const RELEASES_MAX: usize = 1024;
 
-/// The minimum pause between two attempts to connect; [`RETRY_MAX`] is the maximum.
+/// The first pause between two attempts to connect. The pause doubles up to [`RETRY_MAX`]. Each
+/// pause is randomly shortened by up to half.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
@@ -401,7 +402,7 @@ mod tests {
         (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
         assert!(
             shared.state().ends_wait_at_once(&A, position),
-            "more releases than can be remembered"
+            "more releases than are stored"
         );
         let position = shared.state().last_sequence;
         assert!(!shared.state().ends_wait_at_once(&A, position));

@@ -70,7 +70,9 @@ async fn attempt(
         Ok(rows) => decode(&rows, key),
         Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
         Err(source) if Postgres::is_no_such_table(&source) => Ok(None),
-        Err(source) if Postgres::is_busy(&source) => Err(LockInError::conflict(key, Some(source))),
+        Err(source) if Postgres::is_conflict(&source) => {
+            Err(LockInError::conflict(key, Some(source)))
+        }
         Err(source) => Err(LockInError::database(key, source)),
     };
     let cleanup = match &outcome {
@@ -85,20 +87,20 @@ async fn attempt(
 
 /// Returns `None` if the transaction is not in the store's database.
 fn decode(rows: &[PgRow], key: &Key) -> Result<Option<LockInOutcome>, LockInError> {
-    let database = |source| LockInError::database(key, source);
-    let row = rows.first().ok_or_else(|| database(sqlx::Error::RowNotFound))?;
-    if !row.try_get::<bool, _>(0).map_err(database)? {
+    let database_error = |source| LockInError::database(key, source);
+    let row = rows.first().ok_or_else(|| database_error(sqlx::Error::RowNotFound))?;
+    if !row.try_get::<bool, _>(0).map_err(database_error)? {
         return Ok(None);
     }
-    if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database)? {
+    if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database_error)? {
         // At this isolation level, the transaction keeps a snapshot that is older than the lock. An
         // earlier read took the snapshot, or this statement did before it waited for the lock.
         return Err(LockInError::isolation(key, &level));
     }
-    outcome(row).map_err(database)
+    decode_outcome(row).map_err(database_error)
 }
 
-fn outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
+fn decode_outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
     if let Some(token) = row.try_get::<Option<i64>, _>(1)? {
         let token = FencingToken::try_from(token);
         return token

@@ -47,9 +47,11 @@ use crate::server::{SqlBackend, SqlServer};
 /// last grants may be missing, and their keys are then free. Tokens grow even in this case, unless
 /// the standby's clock is behind by more than the promotion took. So fenced writes stay safe.
 ///
-/// The backend uses its own connections and never joins a transaction of the application. It opens
-/// at most as many as [configured](PostgresConfig::with_connections), plus three, independent of
-/// the number of held or awaited leases.
+/// The backend uses its own connections. Only [`Fence`](crate::Fence), [`LockIn`](crate::LockIn)
+/// and [`RunIn`](crate::RunIn) use a transaction of the application. For any number of held or
+/// awaited leases, the backend has at most as many connections as
+/// [configured](PostgresConfig::with_connections), plus three, and replacements of connections that
+/// do not answer.
 ///
 /// # Examples
 /// ```no_run

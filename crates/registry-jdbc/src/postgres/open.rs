@@ -63,7 +63,8 @@ async fn check_tables(
     Ok((statements, id))
 }
 
-/// Returns the schema that contains the tables. If only some of them exist, the others are created.
+/// Returns the schema that contains the tables, or `None` if the meta table or the newest table is
+/// missing.
 async fn find_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,

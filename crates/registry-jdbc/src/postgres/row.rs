@@ -1,7 +1,8 @@
 //! Row locks: while a lock is held, a transaction of this backend keeps its row locked by `SELECT …
 //! FOR NO KEY UPDATE`.
 //!
-//! The connections and their queues are in `server::sessions`; the statements are in `sql`.
+//! The sessions and their connections are in `server::row_lock_sessions`; the statements are in
+//! `sql`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -187,9 +188,9 @@ impl SessionProtocol for PgRowProtocol {
             match self.write_claim(connected, claim).await {
                 Ok(ClaimWrite::Token(token)) => {
                     let locked = self.lock(connected, claim).await?;
-                    let taken = plan.grant_from_write(claim, i64::from(token), false);
-                    let taken = taken.filter(|_| locked);
-                    return Ok(taken.map_or(LockAttempt::Busy(None), LockAttempt::Grant));
+                    let grant = plan.grant_from_write(claim, i64::from(token), false);
+                    let grant = grant.filter(|_| locked);
+                    return Ok(grant.map_or(LockAttempt::Busy(None), LockAttempt::Grant));
                 }
                 Ok(ClaimWrite::Leased) => return Ok(LockAttempt::Busy(None)),
                 Ok(ClaimWrite::Locked) => {

@@ -1,7 +1,7 @@
 //! All statements of the store. Each statement is one transaction and takes one round trip. So a
 //! dropped future cannot leave a transaction open. Exceptions are statements in a transaction of
-//! the caller ([`FENCE`], [`FENCE_SESSION_GRANT`], [`LOCK_IN`]), and in the transaction of a row
-//! lock ([`ROW_LOCK`], [`ROW_NOTIFY`]).
+//! the caller (such as [`FENCE`] and [`LOCK_IN`]), and in the transaction of a row lock
+//! ([`ROW_LOCK`], [`ROW_NOTIFY`]).
 //!
 //! A row is held if it has a claim and `until` is in the future. A claim of a session or row lock
 //! has no lease. Its `until` is zero, which stays in the past even if the clock is set back. All
@@ -10,12 +10,13 @@
 //!
 //! Only statements of session locks ([`SESSION_TRY_LOCK`]) rely on session state: behind a pooler,
 //! each statement may run in another session. A statement changes settings by `set_config(…,
-//! true)`, whose effect lasts until the statement's end. The position of the call in the statement
-//! determines when the effect begins.
+//! true)`, whose effect lasts until the transaction's end. The position of the call in the
+//! statement determines when the effect begins.
 //!
-//! A statement that grants a key to another claim locks the key's row FOR UPDATE. Renewals and
-//! releases lock the row only FOR NO KEY UPDATE. A fenced transaction locks the row FOR KEY SHARE,
-//! which blocks grants to other claims, and permits renewals and releases.
+//! A statement that grants a key to another claim locks the key's row FOR UPDATE, unless the claim
+//! joins other readers. Renewals and releases lock the row only FOR NO KEY UPDATE. A fenced
+//! transaction locks the row FOR KEY SHARE, which blocks grants to other claims, and permits
+//! renewals and releases.
 //!
 //! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
 //! `until` is at least the end of the last entry, so statements for one claim find the key held.
@@ -148,7 +149,7 @@ impl PgStatements {
                     "WHERE NOT EXISTS (SELECT FROM seen WHERE lease_left IS NOT NULL)",
                 ),
             ),
-            session_prepare: text(&with_mutation(&session_prepare(), &[SESSION_SKIPS_ROW_CHECK])),
+            session_prepare: text(&with_mutation(&session_prepare(), &[SESSION_SKIPS_CLAIM_CHECK])),
             session_try_lock: text(SESSION_TRY_LOCK),
             session_write_claim: text(
                 &SESSION_ACQUIRE
@@ -187,7 +188,7 @@ const REACQUIRES_HELD_KEY: SqlMutation =
     SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "true");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
-const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
+const SESSION_SKIPS_CLAIM_CHECK: SqlMutation = SqlMutation::new(
     Mutant::SessionSkipsClaimCheck,
     "AND claim = $2::bytea",
     "AND $2::bytea IS NOT NULL",
@@ -482,11 +483,13 @@ const NOTIFY: &str = "\
     CASE WHEN $13::bigint = 1 THEN set_config('synchronous_commit', 'off', true) END";
 
 /// Returns [`LOCK_IN`] for rows alone, or for rows with session locks.
-fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {
+/// `session_step` is the additional step for session locks. `source` has a row if the transaction
+/// may lock the row. `is_in_session` is whether a session holds the lock.
+fn lock_in(session_step: &str, source: &str, is_in_session: &str) -> String {
     LOCK_IN
-        .replace("{tried}", tried)
-        .replace("{condition}", condition)
-        .replace("{is_busy}", is_busy)
+        .replace("{session_step}", session_step)
+        .replace("{source}", source)
+        .replace("{is_in_session}", is_in_session)
 }
 
 /// The additional step for session locks ([`SESSION_ACQUIRE`]): the transaction also acquires the
@@ -500,7 +503,7 @@ const LOCK_IN_SESSION: &str = "\
 /// the statement returns the lease's time left.
 ///
 /// The statement resembles [`ACQUIRE`] without the lease: the commit leaves a free row with a
-/// larger token, and notifies the listeners. If the transaction's snapshot is older than the lock,
+/// larger token, and notifies the listeners. If the transaction's isolation level keeps a snapshot,
 /// the statement locks nothing. The holder lock is an advisory lock that shows to other clients why
 /// the row is locked. No statement waits for the holder lock. The statement restores the caller's
 /// `lock_timeout`.
@@ -522,8 +525,8 @@ const LOCK_IN: &str = "\
     allowed AS MATERIALIZED (SELECT floor FROM meta, level WHERE name LIKE 'read %'), \
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
-    {tried} \
-    holder_lock AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {condition}), \
+    {session_step} \
+    holder_lock AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {source}), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
@@ -542,7 +545,7 @@ const LOCK_IN: &str = "\
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         CASE WHEN level.name NOT LIKE 'read %' THEN level.name END, \
         set_config('lock_timeout', settings.was, true), \
-        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_busy} \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_in_session} \
     FROM settings CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
 /// Acquires an advisory lock for the session, unless the session holds it, and writes a larger

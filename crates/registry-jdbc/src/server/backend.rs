@@ -152,7 +152,8 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// also the maximum lease in these modes.
     pub const IDLE_TIMEOUT: Duration = super::IDLE_TIMEOUT;
 
-    /// Connects to the server, and creates the tables if they are missing. Locks are leases.
+    /// Connects to the server, and creates missing tables unless the configuration forbids it
+    /// ([`CreateSchema::Never`](crate::CreateSchema::Never)). Locks are leases.
     ///
     /// # Errors
     /// [`BackendError`] with a message that says what to do:
@@ -169,8 +170,8 @@ impl<D: SpringDialect> SqlBackend<D> {
         Self::open_mode(config, SqlMode::Lease).await
     }
 
-    /// Connects to the server, and creates the tables if they are missing. With
-    /// [`SqlMode::Spring`], this includes Spring's table. `mode` selects what a lock is.
+    /// Like [`open`](Self::open), with locks of this `mode`. With [`SqlMode::Spring`], the tables
+    /// include Spring's table.
     ///
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for:

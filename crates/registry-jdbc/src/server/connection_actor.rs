@@ -45,7 +45,7 @@ pub(super) struct ConnectionActor<S: ActorState> {
 }
 
 struct Inner<S: ActorState> {
-    state: StateSlot<S>,
+    slot: StateSlot<S>,
     /// The id of the last command that started in a caller.
     last_command_id: u64,
     /// When the task next runs without being woken.
@@ -79,8 +79,8 @@ pub(super) enum StartOutcome<S: ActorState, C> {
 impl<S: ActorState> ConnectionActor<S> {
     /// Creates an actor for `state`. The caller then starts its task in `runtime`.
     pub(super) fn new(state: S, runtime: Handle) -> Self {
-        let state = StateSlot::Idle(Box::new(state));
-        let inner = Inner { state, last_command_id: 0, wake_at: None, was_used: false };
+        let slot = StateSlot::Idle(Box::new(state));
+        let inner = Inner { slot, last_command_id: 0, wake_at: None, was_used: false };
         let inner = Mutex::new(inner);
         Self {
             inner,
@@ -102,11 +102,11 @@ impl<S: ActorState> ConnectionActor<S> {
             Err(TryLockError::WouldBlock) => return StartOutcome::InUse(command),
             Err(TryLockError::Poisoned(inner)) => inner.into_inner(),
         };
-        match mem::replace(&mut inner.state, StateSlot::Closed) {
+        match mem::replace(&mut inner.slot, StateSlot::Closed) {
             StateSlot::Idle(state) => {
                 inner.last_command_id += 1;
                 let command_id = inner.last_command_id;
-                inner.state =
+                inner.slot =
                     StateSlot::InCaller { command_id, future: run(state, command), caller: None };
                 StartOutcome::Inline(InlineCommand {
                     actor: Arc::clone(self),
@@ -116,7 +116,7 @@ impl<S: ActorState> ConnectionActor<S> {
             }
             StateSlot::Closed => StartOutcome::Closed(command),
             other => {
-                inner.state = other;
+                inner.slot = other;
                 StartOutcome::InUse(command)
             }
         }
@@ -146,7 +146,7 @@ impl<S: ActorState> ConnectionActor<S> {
     }
 
     fn take_slot(&self) -> StateSlot<S> {
-        mem::replace(&mut self.lock().state, StateSlot::InTask)
+        mem::replace(&mut self.lock().slot, StateSlot::InTask)
     }
 
     /// For the task: stores the state, so that callers can use it.
@@ -157,10 +157,11 @@ impl<S: ActorState> ConnectionActor<S> {
         // notify the task.
         let soon = was_used.then(|| Instant::now() + TAKEOVER_DELAY);
         inner.wake_at = state.next_due().into_iter().chain(soon).min();
-        inner.state = StateSlot::Idle(state);
+        inner.slot = StateSlot::Idle(state);
     }
 
-    /// For the task: waits until a command or scheduled work is pending.
+    /// For the task: waits until a caller has dropped an unfinished command, or until `wake_at`.
+    /// Does not wait for queued commands.
     pub(super) async fn wait_for_work(&self) {
         loop {
             if self.has_abandoned_command.swap(false, Ordering::AcqRel) {
@@ -191,8 +192,8 @@ impl<S: ActorState> ConnectionActor<S> {
 
     /// Drops the state, and the command of a caller that runs on it. Later commands fail.
     pub(super) fn close(&self) {
-        let last_state = mem::replace(&mut self.lock().state, StateSlot::Closed);
-        if let StateSlot::InCaller { future, caller: Some(caller), .. } = last_state {
+        let last_slot = mem::replace(&mut self.lock().slot, StateSlot::Closed);
+        if let StateSlot::InCaller { future, caller: Some(caller), .. } = last_slot {
             drop(future);
             caller.wake();
         }
@@ -220,12 +221,12 @@ impl<S: ActorState> InlineCommand<S> {
         // the poll returns. The poll calls no caller's waker, so no foreign code runs under the
         // mutex.
         let mut inner = actor.lock();
-        let (mut future, mut caller) = match mem::replace(&mut inner.state, StateSlot::Closed) {
+        let (mut future, mut caller) = match mem::replace(&mut inner.slot, StateSlot::Closed) {
             StateSlot::InCaller { command_id, future, caller } if command_id == self.command_id => {
                 (future, caller)
             }
             other => {
-                inner.state = other;
+                inner.slot = other;
                 self.is_done = true;
                 return Poll::Ready(None);
             }
@@ -238,9 +239,9 @@ impl<S: ActorState> InlineCommand<S> {
         let Poll::Ready((state, output)) = polled else {
             match &mut caller {
                 Some(caller) => caller.clone_from(cx.waker()),
-                slot @ None => *slot = Some(cx.waker().clone()),
+                empty @ None => *empty = Some(cx.waker().clone()),
             }
-            inner.state = StateSlot::InCaller { command_id: self.command_id, future, caller };
+            inner.slot = StateSlot::InCaller { command_id: self.command_id, future, caller };
             // The caller may stop polling while the server completes the command. So the task takes
             // over after [`TAKEOVER_DELAY`], or at an earlier `wake_at`. Later polls do not restart
             // the delay.
@@ -250,7 +251,7 @@ impl<S: ActorState> InlineCommand<S> {
         self.is_done = true;
         inner.was_used = true;
         let next = state.next_due();
-        inner.state = StateSlot::Idle(state);
+        inner.slot = StateSlot::Idle(state);
         if let Some(next) = next {
             actor.schedule(inner, next);
         }

@@ -52,7 +52,7 @@ pub(crate) trait ServerErrors {
     fn is_no_such_table(error: &sqlx::Error) -> bool;
 
     /// Returns whether a conflict with another transaction caused the error.
-    fn is_busy(error: &sqlx::Error) -> bool;
+    fn is_conflict(error: &sqlx::Error) -> bool;
 
     /// Returns whether the statement failed because another transaction kept a row locked for
     /// longer than the time limit.
@@ -81,7 +81,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     const RENEWAL_NEEDS_EQUAL_LEASES: bool;
     /// Whether several claims can hold a key together in lease mode.
     const SUPPORTS_SHARED_CLAIMS: bool;
-    /// Whether a transaction can hold a lock of the same name as a session.
+    /// Whether a transaction can hold the same kind of lock as a session, such as an advisory lock.
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool;
 
     type Statements: AsRef<RowStatements> + fmt::Debug + Send + Sync + 'static;
@@ -139,7 +139,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     fn granted_token(answer: &Answer<Self::Row>) -> Result<Option<i64>, BackendError>;
 
     /// Returns the result of an attempt that failed with `error`, because another transaction has
-    /// locked the row.
+    /// locked the row. `position` is the [position](WakeupSource::position) before the attempt.
     fn attempt_on_locked_row(
         rows: &LeaseTable<Self>,
         claim: &Claim,
@@ -209,14 +209,14 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         std::future::ready(None)
     }
 
-    /// Returns a finding if the server permits too few connections for the configured number of
-    /// row locks.
+    /// Returns findings about row locks: the server permits too few connections for the configured
+    /// number of row locks, or row locks have been held for too long.
     fn check_connection_limit(
         rows: &LeaseTable<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Locks the key for the caller's transaction, waiting at most until `deadline`. Returns `None`
-    /// if the lock is still held at that time. The call has then locked nothing.
+    /// if the lock is still held at that time. The call has then not locked the key's row.
     fn lock_in(
         rows: LockableRows<'_, Self>,
         connection: &mut Self::Connection,

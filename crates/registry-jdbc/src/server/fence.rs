@@ -76,7 +76,7 @@ async fn explain_missing_row<D: SpringDialect>(
 pub(super) fn classify<D: SpringDialect>(source: sqlx::Error) -> FenceError {
     if D::is_no_such_table(&source) {
         FenceError::OtherDatabase
-    } else if D::is_busy(&source) {
+    } else if D::is_conflict(&source) {
         FenceError::Busy { source: Some(source) }
     } else {
         FenceError::Database { source }

@@ -43,8 +43,8 @@ impl SpringDialect for MySql {
         for column in &columns {
             has_end_column |= text::<Self>(column, 0)?.as_deref() == Some("EXPIRED_AFTER");
         }
-        let lock = Self::table_name(&store.config, table);
-        Ok((!columns.is_empty()).then_some((lock, has_end_column)))
+        let quoted_name = Self::table_name(&store.config, table);
+        Ok((!columns.is_empty()).then_some((quoted_name, has_end_column)))
     }
 
     fn create_table(name: &str, generation: Generation) -> StatementText {
@@ -90,13 +90,14 @@ impl SpringDialect for MySql {
         };
         let (keys, offset) = (Value::ManyTexts(keys), Value::Number(texts.stored_offset(lease)));
         let values = [keys.clone(), Value::ManyTexts(clients), claim_count(claims), offset];
-        let done = change(&texts.renew, values).await?;
+        let answer = change(&texts.renew, values).await?;
         // The grants are renewed already. The times in native rows matter only for the purge, so an
         // error is ignored.
-        let length = Value::Number(micros(lease));
-        let values = [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), length];
+        let lease_value = Value::Number(micros(lease));
+        let values =
+            [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), lease_value];
         let _ = change(&texts.renew_native, values).await;
-        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed_rows };
+        let renewal = SentRenewal { client, claims, requested_at, changed: answer.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
         renewal.answers(|claim| client_id(claim.id()), unexpired).await
     }
@@ -111,8 +112,8 @@ impl SpringDialect for MySql {
             // A fence locks both rows. The native row exists as long as the claim does.
             wait_for_fence(async || {
                 let text = &spring.store.statements.lock_row;
-                let unlocked = Statement::new(text, [spring.id_value(&lock_key)]);
-                Ok(client.query(ConnectionUse::Release, &unlocked).await?.is_empty()
+                let lock_row = Statement::new(text, [spring.id_value(&lock_key)]);
+                Ok(client.query(ConnectionUse::Release, &lock_row).await?.is_empty()
                     && spring.is_held_by(claim).await?)
             })
             .await?;
@@ -121,8 +122,8 @@ impl SpringDialect for MySql {
         let release = Statement::new(&spring.statements().release, values.clone());
         let released = spring.store.release(&release).await?.release_outcome();
         if released == Release::NotHeld {
-            // The grant has expired. The statement deletes its row, so that peers do not find the
-            // row.
+            // The grant may have expired. The statement deletes its row, so that peers do not find
+            // the row.
             let clear = Statement::new(&spring.statements.clear, values);
             client.send(ConnectionUse::Release, Resend::Allowed, &clear).await?;
         }

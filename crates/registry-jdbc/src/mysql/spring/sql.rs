@@ -136,9 +136,9 @@ pub(super) const COLUMNS: &str = "\
 /// do not check this.
 ///
 /// An attempt sends this only after a query has found the key free, so a held key is rarely
-/// written. A late or repeated attempt changes nothing. The new token is above the tokens of the
-/// native row, both in the snapshot and at the write. It is also above the tokens of all purged
-/// rows.
+/// written. If the key is held by then, the statements change nothing. The new token is above the
+/// tokens of the native row, both in the snapshot and at the write. It is also above the tokens of
+/// all purged rows.
 ///
 /// Parameters: lock key, client, lease, id, namespace, key, claim, block, label.
 const ACQUIRE: &str = "\
