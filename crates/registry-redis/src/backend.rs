@@ -371,7 +371,8 @@ impl ValueStore for RedisBackend {
     }
 }
 
-/// A quorum has no waiters, so the engine never calls these methods for a quorum.
+/// A quorum does not list its waiters ([`Capabilities::waiters`]), so the engine never calls these
+/// methods for a quorum.
 #[async_trait]
 impl WaiterStore for RedisBackend {
     async fn register(&self, claim: &Claim, waited_for: Duration) -> Result<(), BackendError> {

@@ -256,7 +256,7 @@ impl ConnectionSettings {
 #[cfg(feature = "tls")]
 impl ConnectionSettings {
     /// Returns an error for unreadable certificates, because the client library would silently
-    /// ignore them.
+    /// ignore them. For encrypted connections, also installs the cryptography provider.
     fn check_certificates(&self) -> Result<(), &'static str> {
         use rustls::pki_types::pem::PemObject as _;
         use rustls::pki_types::{CertificateDer, PrivateKeyDer};

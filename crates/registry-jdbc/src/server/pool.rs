@@ -44,9 +44,9 @@ pub(crate) struct PoolLimits {
 }
 
 impl PoolLimits {
-    /// Returns the time without a response after which the connection is probably half open. This
-    /// time is shorter for renewals: they wait for no row, and several attempts must fit into the
-    /// rest of the lease.
+    /// Returns the time without a response after which the connection is probably half open. For
+    /// renewals it depends on the lease: they wait for no row, and several attempts must fit into
+    /// the rest of the lease.
     fn late_after(&self, connection_use: ConnectionUse) -> Duration {
         let late_after = match connection_use {
             ConnectionUse::Renew(lease) => lease / LATE_LEASE_DIVISOR,
@@ -325,8 +325,9 @@ const PING_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time after which a response is late, in addition to the wait for a row.
 const LATE_AFTER: Duration = Duration::from_millis(500);
 
-/// The response to a renewal is late after the lease divided by this number. This is before the
-/// engine repeats the renewal.
+/// The response to a renewal is late after the lease divided by this number. The engine repeats a
+/// renewal after a sixth of the lease, and at the latest after its time-out (default: 3 s). So for
+/// leases over 24 s, the engine repeats the renewal first.
 const LATE_LEASE_DIVISOR: u32 = 8;
 
 /// The number of connections that are reserved for renewals and releases.

@@ -1,5 +1,6 @@
-//! Decides when rows are purged: one release in 256 also purges a batch of rows. The statements are
-//! in the `sql` module of each kind of server.
+//! Decides when rows are purged: one release in 256 also purges a batch of rows, and one end of a
+//! wait in 256 purges the expired registrations of waiters. The statements are in the `sql` module
+//! of each kind of server.
 
 use std::future::Future;
 use std::time::Duration;

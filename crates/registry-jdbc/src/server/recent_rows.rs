@@ -12,7 +12,8 @@ use super::RowId;
 pub(crate) struct RecentRows(Mutex<HashSet<RowId>>);
 
 impl RecentRows {
-    /// The maximum number of remembered rows. Forgetting a row only slows its next grant.
+    /// The maximum number of remembered rows. Forgetting a row only slows its next grant or
+    /// release.
     const MAX: usize = 4_096;
 
     pub(crate) fn insert(&self, id: RowId) {

@@ -280,7 +280,7 @@ impl<D: Dialect> LeaseTable<D> {
 
     /// Grants `claim` with one statement, without reading the row first, because the row is
     /// probably free. The statement writes a record whose only entry is this grant. Returns `None`
-    /// if the row is missing or not free.
+    /// if the row is missing or not free, or if an empty record would not grant the claim.
     pub(super) async fn reacquire_single_claim(
         &self,
         claim: &Claim,
@@ -305,7 +305,8 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Adds the version after which a busy claim waits for a release: `wakeup_position`, or the
-    /// version of `row` if the server sends no notifications.
+    /// version of `row` if the server sends no notifications. For a busy claim, also adds the row
+    /// to `rows_with_records`.
     fn with_seen_version(
         &self,
         claim: &Claim,
@@ -327,8 +328,8 @@ impl<D: Dialect> LeaseTable<D> {
         }
     }
 
-    /// Renews claims that the statement for exclusive grants did not find. Returns the results in
-    /// the order of `claims`.
+    /// Renews claims in records: claims that are not exclusive, and exclusive claims that
+    /// [`Dialect::renew`] did not find. Returns the results in the order of `claims`.
     pub(super) async fn renew_in_records(
         &self,
         claims: &[&Claim],
@@ -529,7 +530,7 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Returns the error of a request that other clients' changes prevented too often. The request
-    /// has changed nothing.
+    /// has changed nothing. Queries the meta row first, and returns its error if it is unusable.
     async fn conflict_error(&self) -> BackendError {
         if let Err(error) = self.store.check_meta().await {
             return error;

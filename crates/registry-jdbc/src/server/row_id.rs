@@ -49,7 +49,7 @@ impl RowId {
     }
 
     /// Returns the key of the PostgreSQL advisory lock by which a transaction shows that it holds
-    /// this lock. A collision costs only a wait.
+    /// this lock. After a collision, a free key may be reported as held. No key is granted twice.
     #[cfg(feature = "postgres")]
     pub(crate) fn holder_lock_key(self) -> i64 {
         let mut key = [0; 8];

@@ -1,6 +1,6 @@
 //! Locks that last as long as a connection. A session has one connection for all of its locks. A
-//! backend has one session, or one session for each lock (see `sessions`). This module contains no
-//! SQL: each kind of server implements [`SessionProtocol`].
+//! backend has one session, or one session for each lock (see `row_lock_sessions`). This module
+//! contains no SQL: each kind of server implements [`SessionProtocol`].
 //!
 //! The connection actor in `connection_actor` runs one command at a time and completes each command
 //! that it has started. So a dropped caller leaves no partial exchange on the connection. The
@@ -264,7 +264,8 @@ impl<P: SessionProtocol> SqlSession<P> {
         response.await.map_err(|_| error::closed(P::Database::STORE))
     }
 
-    /// Starts the command. If the runtime of the connection actor has ended, opens a new actor.
+    /// Starts the command, or returns the queue for it. If the connection actor is closed, because
+    /// its runtime ended or a command panicked, opens a new actor.
     fn dispatch(&self, command: SessionCommand) -> Dispatch<P> {
         let mut actor = self.actor();
         let handle = actor.get_or_insert_with(|| self.open());
@@ -308,8 +309,8 @@ impl<P: SessionProtocol> SqlSession<P> {
         ActorHandle { actor, commands, task }
     }
 
-    /// Returns the runtime of a registry. A caller's own runtime may end while its locks are still
-    /// held.
+    /// Returns the runtime of a subscribed registry, otherwise the current runtime. A caller's own
+    /// runtime may end while its locks are still held.
     fn runtime(&self) -> Handle {
         self.subscribers.runtime().unwrap_or_else(Handle::current)
     }

@@ -1,7 +1,7 @@
 //! A statement with its values, sent either as a prepared statement or as plain text.
 //!
-//! The texts number their parameters: `$1` is the first value, `$1...` a list of values in
-//! parentheses. A [`Dialect`] converts them to its own form.
+//! The texts number their parameters: `$1` is the first value. `$1...` is a list of values, which
+//! the text encloses in parentheses. A [`Dialect`] converts the parameters to its own form.
 //!
 //! Plain text serves three purposes. It needs no escaping, because all values are numbers, bytes in
 //! hexadecimal digits, or plain words.
@@ -33,7 +33,8 @@ pub(crate) struct StatementText {
     text: Arc<str>,
     /// The texts for prepared statements, one for each length of lists.
     pub(crate) prepared: Arc<[Arc<str>]>,
-    /// The index of the value of each question mark in `prepared`.
+    /// The index of the value of each question mark in `prepared`. A list has several question
+    /// marks and one index.
     #[cfg_attr(
         not(feature = "mysql"),
         expect(dead_code, reason = "PostgreSQL numbers parameters")

@@ -53,9 +53,9 @@ impl<D: Dialect> Store<D> {
         self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
     }
 
-    /// Sends a statement that ends a grant. Does not repeat the statement after an error: if the
-    /// first one was executed, the second would report that the claim held nothing. The engine
-    /// decides about a retry.
+    /// Sends a statement that ends a grant. Repeats the statement only if the server rolled it back
+    /// because of a conflict, not after a broken connection: if the first one was executed, the
+    /// second would report that the claim held nothing. The engine decides about a retry.
     pub(crate) async fn release(
         &self,
         statement: &Statement<'_>,
@@ -64,7 +64,7 @@ impl<D: Dialect> Store<D> {
     }
 
     /// Checks the meta row. Without this row, or on a replica, no attempt is ever granted. Called
-    /// after several attempts that returned neither a grant nor a holder.
+    /// after several attempts without a result, and after too many conflicts on a record.
     pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();

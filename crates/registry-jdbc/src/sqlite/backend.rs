@@ -37,8 +37,8 @@ use super::statement::{SqliteQuery, SqliteStatementBinder};
 /// Opening the file permanently switches it to SQLite's write-ahead log. The file may also contain
 /// tables of the application. The names of the lock tables begin with `lock_registry_`. The file
 /// must be on a local disk: network file systems lack the locks and the shared memory that SQLite
-/// needs. Also, each host has its own boot. When a process of another boot opens the file,
-/// operations of the earlier processes return errors.
+/// needs. Also, each host has its own boot. When a process of another boot opens the file, all
+/// grants of the earlier processes end, and their acquisitions return errors.
 ///
 /// Before an operation returns a result, it checks the file, its log (`-wal`) and the log's index
 /// (`-shm`). If one of these files was removed or replaced while in use, operations fail and all

@@ -74,7 +74,9 @@ impl HostClock {
     /// Reads the boot's id and checks the clock.
     ///
     /// # Errors
-    /// `Misconfigured` if the system has no boot clock, or `/proc` is not mounted.
+    /// `Misconfigured` if the system has no boot clock, if `/proc` is not mounted, or if this
+    /// process has unshared its time namespace without entering it. `Protocol` if the offset of the
+    /// time namespace cannot be parsed.
     #[cfg(target_os = "linux")]
     pub(crate) fn new() -> Result<Self, BackendError> {
         use registry_core::BackendErrorKind::Misconfigured;

@@ -1,9 +1,9 @@
 //! Reports commits that any process makes to the database. Used by `release_watcher`.
 //!
 //! Every commit writes to the write-ahead log, which the kernel watches (inotify). The kernel
-//! reports the write shortly before the commit can be read. `release_watcher` therefore reads several
-//! times. If inotify is not available (its limit of watches is reached, or the runtime has no I/O),
-//! reports come at intervals.
+//! reports the write shortly before the commit can be read. `release_watcher` therefore reads
+//! several times. If inotify is not available (its limit of watches is reached, or the runtime has
+//! no I/O), reports come at intervals.
 
 use std::path::Path;
 use std::time::Duration;
@@ -49,7 +49,8 @@ impl CommitWatch {
 
     /// Waits until a commit may have happened since the last return.
     ///
-    /// Each interval is longer than the last one, until [`reset_interval`](Self::reset_interval).
+    /// Without inotify, each interval is twice the last one, at most
+    /// [`INTERVAL_MAX`](Self::INTERVAL_MAX), until [`reset_interval`](Self::reset_interval).
     /// Dropping the future loses no report.
     pub(super) async fn changed(&mut self) {
         #[cfg(target_os = "linux")]
@@ -134,7 +135,7 @@ mod linux {
         /// Waits until a process writes to the log.
         ///
         /// # Errors
-        /// If the log was removed.
+        /// If the log was removed or renamed, or the watch failed.
         pub(super) async fn changed(&mut self) -> io::Result<()> {
             loop {
                 let mut ready = self.events.readable().await?;

@@ -244,6 +244,7 @@ impl ReconnectingConnection {
 type ConnectionGuard = OwnedMutexGuard<SqliteConnectionState>;
 
 impl FileConnector {
+    /// Returns the connection. Reopens it if its thread has ended.
     async fn connection<'s>(
         &self,
         state: &'s mut SqliteConnectionState,

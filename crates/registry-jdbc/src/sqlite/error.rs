@@ -106,8 +106,8 @@ impl SqliteErrorClass {
         Self { kind, message, refused: false }
     }
 
-    /// Marks the error as refused: the statement had no effect, because it could not lock the file
-    /// or could not be compiled.
+    /// Marks the error as refused: the statement had no effect, because the file could not be
+    /// opened, locked or written, or because the statement could not be compiled.
     const fn refused(mut self) -> Self {
         self.refused = true;
         self

@@ -1,7 +1,7 @@
 //! The SQLite store.
 //!
-//! The modules are listed in the order in which an acquisition passes through them. Modules that an
-//! acquisition does not use are last.
+//! The groups of modules are listed in the order in which an acquisition passes through them.
+//! Groups that an acquisition does not use are last.
 
 // Before the first acquisition.
 mod config;

@@ -158,8 +158,8 @@ fn resolve_links(path: &Path) -> Result<PathBuf, BackendError> {
     Ok(folder.join(name))
 }
 
-/// Checks kind and access of the file, or of its folder if the file does not exist. `path` is the
-/// configured path of `resolved`.
+/// Checks kind and access of the file, if it exists, and of its folder. `path` is the configured
+/// path of `resolved`.
 fn check_file(path: &Path, resolved: &Path) -> Result<(), BackendError> {
     let refuse = |message: &str| Err(refused(path, Misconfigured, message));
     let folder = resolved.parent().unwrap_or_else(|| Path::new("/"));

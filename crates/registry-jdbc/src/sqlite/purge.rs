@@ -1,5 +1,5 @@
-//! Deletes the rows of keys that have been free for `purge_after`. Each purge covers a limited
-//! range of rows.
+//! Deletes the rows of keys that have been free for `purge_after`, and the rows of earlier boots.
+//! Each purge covers a limited range of rows.
 //!
 //! A trigger stores the largest deleted token in the same transaction. The position of the last
 //! range is stored in the file, so that processes that lock once and exit also advance it.

@@ -1,10 +1,10 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
-//! [`LockRecord`] decides each request. In the row of such a key, the claim is [`RECORD_MARKER`], and the
-//! label is the text of the record. `until` is the end of the last entry. The statements for
-//! exclusive claims find such a row held, and never change it. A change is written only if the row
-//! is still as it was read. `since` grows with each change after which a waiting claim may be
-//! granted. `release_watcher` compares `since` to detect such a change.
+//! [`LockRecord`] decides each request. In the row of such a key, the claim is [`RECORD_MARKER`],
+//! and the label is the text of the record. `until` is the end of the last entry. Until then, the
+//! statements for exclusive claims find such a row held, and do not change it. A change is written
+//! only if the row is still as it was read. `since` grows with each change after which a waiting
+//! claim may be granted. `release_watcher` compares `since` to detect such a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,11 +20,11 @@ use super::open;
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
 pub(super) const RECORD_MARKER: &[u8] = b"+";
 
-/// The bit that is set in the version of a row with several claims. The version of a grant is its token,
-/// in which this bit is not set.
+/// The bit that is set in the version of a row with a record. The version of any other row is its
+/// token, in which this bit is not set.
 pub(super) const MULTI_CLAIM_BIT: u64 = 1 << 63;
 
-/// The columns of a row that a change compares and sets. The default is a missing row.
+/// The columns of a row that a change reads and sets. The default is a missing row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct SqliteRowState {
     pub(super) claim: Option<Vec<u8>>,
@@ -225,7 +225,8 @@ impl SqliteBackend {
         Ok(Some(ReadRow { state, floor }))
     }
 
-    /// Returns the record of a row. A grant of an earlier boot has ended.
+    /// Returns the record of a row, or a record of its exclusive grant. `sql::READ_ROW` returns no
+    /// claim of an earlier boot, because that grant has ended.
     fn record(
         &self,
         key: &Key,
@@ -276,6 +277,7 @@ impl SqliteBackend {
         }
     }
 
+    /// Writes `new` if the row is still as `old`. Returns whether it was written.
     async fn write_row(
         &self,
         key: &Key,

@@ -11,9 +11,9 @@
 //!   be granted.
 //! - The kernel reports a commit during its write, just before other processes can read the commit.
 //!   The first read may be too early, so more reads follow.
-//! - Reading takes about a tenth of the time at most. Unused time accumulates in a budget, so a single
-//!   release is detected at once. In a database with many other commits, reads are milliseconds
-//!   apart and take less than a tenth of a core.
+//! - Reading takes about a tenth of the time at most. Unused time accumulates in a budget, so a
+//!   single release is detected at once. In a database with many other commits, reads are
+//!   milliseconds apart and take less than a tenth of a core.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -42,8 +42,8 @@ const READ_DELAYS: [Duration; 4] = [
 ];
 /// Reads take about the total time divided by this number, at most.
 const READ_TIME_DIVISOR: u32 = 10;
-/// The minimum time that the budget charges for each chunk of keys. With continuous commits, it keeps
-/// the reads 3 ms apart.
+/// The minimum time that the budget charges for each chunk of keys. With continuous commits, it
+/// keeps the reads 3 ms apart.
 const CHUNK_COST_MIN: Duration = Duration::from_micros(300);
 /// The maximum time that the budget charges for each chunk. A longer read probably waited for a
 /// processor, and this wait must not delay the next read.

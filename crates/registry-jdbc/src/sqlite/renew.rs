@@ -57,8 +57,8 @@ impl SqliteBackend {
             if usize::try_from(changes) == Ok(claims.len()) {
                 return Ok(claims.iter().map(|claim| Renewal::Renewed(claim.lease())).collect());
             }
-            // Some grants have ended. A second statement shows which grants still exist. It renews
-            // them again, which is harmless.
+            // Some grants have ended or are in records. A second statement shows which exclusive
+            // grants still exist. It renews them again, which is harmless.
         }
         let rows =
             self.writer.fetch_all(self.renew_statement(&*sql::RENEW_RETURNING, &claims)).await?;

@@ -88,7 +88,8 @@ impl<S: Send + 'static> SerialExecutor<S> {
         Self { state, queue, low_priority_queue }
     }
 
-    /// Runs `work` on the value, after all earlier calls of the same priority.
+    /// Runs `work` on the value: at once if the value is free, otherwise after the calls of the
+    /// same priority that are already queued.
     ///
     /// # Errors
     /// [`Panicked`] if `work` panicked on the backend's thread.

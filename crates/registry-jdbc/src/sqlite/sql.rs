@@ -1,12 +1,14 @@
 //! All statements of the store. Each statement is one transaction, so a dropped future cannot leave
-//! a transaction open.
+//! a transaction open. Exceptions are [`SCHEMA`], and [`FENCE`] and [`WRITE_VALUE`] in a caller's
+//! transaction.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Every statement that relies on a row also checks the boot in the meta row. After a process of
-//! another boot has stored its boot id, this process must not grant or renew.
+//! Statements that grant, renew, fence, purge, or write a record or a value also check the boot in
+//! the meta row. After a process of another boot has stored its boot id, this process must not
+//! grant or renew.
 //!
-//! The claim `x'2b'` is [`RECORD_MARKER`](super::records::RECORD_MARKER): the row contains the record of several
-//! claims.
+//! The claim `x'2b'` is [`RECORD_MARKER`](super::records::RECORD_MARKER): the row contains the
+//! record of several claims.
 
 use std::sync::LazyLock;
 
@@ -234,6 +236,7 @@ pub(super) const PURGE_CANDIDATES: &str = "\
     SELECT namespace, key, (SELECT count(*) FROM candidates), (SELECT sum(dead) FROM candidates) \
     FROM candidates ORDER BY namespace DESC, key DESC LIMIT 1";
 
+/// The limit in [`PURGE_CANDIDATES`].
 pub(super) const PURGE_ROWS_MAX: i64 = 512;
 
 /// Deletes the dead rows of a range. A trigger records the largest of their tokens.
@@ -339,9 +342,9 @@ pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
     })
 });
 
-/// Returns the held keys with their versions. The version of a grant is its token. The version of a key that
-/// several claims can hold is `since` with the highest bit set. Parameters: now, boot, namespace,
-/// then the keys.
+/// Returns the held keys with their versions. The version of an exclusive grant is its token. The
+/// version of a record is `since` with the highest bit set. Parameters: now, boot, namespace, then
+/// the keys.
 pub(super) static HELD_MARKS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,

@@ -1,6 +1,6 @@
-//! Binds parameters to the statements of `sql`. Each binding reads the clock again. Only the row of
-//! [`write_row`](SqliteStatementBinder::write_row) already contains its times, which `records`
-//! sets.
+//! Binds parameters to the statements of `sql`. Each binding that contains a time reads the clock
+//! again. Exceptions are [`write_row`](SqliteStatementBinder::write_row), whose times `records` has
+//! set, and the `free_since` of a purge.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,6 +58,7 @@ impl SqliteStatementBinder {
         )
     }
 
+    /// Binds the parameters that [`sql::ACQUIRE_AT`] and [`sql::ACQUIRE_ABOVE`] share.
     fn grant(
         &self,
         sql: &'static str,
