@@ -98,7 +98,7 @@ pub(crate) fn timed_out(store: &str, limit: Duration) -> BackendError {
 
 /// Returns the error of a request to a session whose task has ended, because its runtime ended or a
 /// command panicked. The next request starts a new task.
-pub(crate) fn closed(store: &str) -> BackendError {
+pub(crate) fn session_ended(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: the task of the session ended during the operation; retry"
     ))

@@ -121,7 +121,7 @@ impl<C: Connection> ConnectionPool<C> {
         &self,
         connection_use: ConnectionUse,
     ) -> Result<PooledConnection<'_, C>, PoolError> {
-        let permit = timeout(self.limits.acquire_timeout, self.permit(connection_use))
+        let permit = timeout(self.limits.acquire_timeout, self.acquire_permit(connection_use))
             .await
             .map_err(|_| PoolError::Exhausted)?;
         if let Some(idle) = self.pop() {
@@ -146,7 +146,7 @@ impl<C: Connection> ConnectionPool<C> {
         connection_use: ConnectionUse,
     ) -> Result<PooledConnection<'_, C>, PoolError> {
         self.close_idle();
-        let permit = timeout(self.limits.acquire_timeout, self.permit(connection_use))
+        let permit = timeout(self.limits.acquire_timeout, self.acquire_permit(connection_use))
             .await
             .map_err(|_| PoolError::Exhausted)?;
         self.connect(connection_use, permit).await
@@ -167,17 +167,17 @@ impl<C: Connection> ConnectionPool<C> {
         }
     }
 
-    async fn permit(&self, connection_use: ConnectionUse) -> SemaphorePermit<'_> {
+    async fn acquire_permit(&self, connection_use: ConnectionUse) -> SemaphorePermit<'_> {
         const OPEN: &str = "no semaphore of a pool is ever closed";
-        let all = self.permits.acquire();
+        let shared = self.permits.acquire();
         let reserved = match connection_use {
-            ConnectionUse::Acquire => return all.await.expect(OPEN),
+            ConnectionUse::Acquire => return shared.await.expect(OPEN),
             ConnectionUse::Renew(_) => &self.renewal_permits,
             ConnectionUse::Release => &self.release_permits,
         };
         tokio::select! {
             biased;
-            permit = all => permit.expect(OPEN),
+            permit = shared => permit.expect(OPEN),
             permit = reserved.acquire() => permit.expect(OPEN),
         }
     }

@@ -37,10 +37,10 @@ async fn write_record<D: SpringDialect>(
         Locks::Spring(_) => return Err(unsupported()),
     };
     let token = guard.fencing_token();
-    let write = rows.write_statement(&text, guard.claim(), token, &value);
+    let write = rows.write_value_statement(&text, guard.claim(), token, &value);
     D::send_plain(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
     // Not every server returns the number of rows that plain text wrote, so read the value again.
-    let read = rows.read_statement(guard.claim().key());
+    let read = rows.read_value_statement(guard.claim().key());
     let found = D::send_plain(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
     let Some(row) = found.first() else { return Ok(false) };
     let stored = D::number(row, 0).map_err(classify::<D>)?;

@@ -210,7 +210,9 @@ impl<P: SessionProtocol> SqlSession<P> {
         let owned = claims.to_vec();
         match self.request(|reply| SessionCommand::Renew { claims: owned, reply }).await {
             Ok(responses) => responses.into_iter().map(Ok).collect(),
-            Err(_) => claims.iter().map(|_| Err(error::closed(P::Database::STORE))).collect(),
+            Err(_) => {
+                claims.iter().map(|_| Err(error::session_ended(P::Database::STORE))).collect()
+            }
         }
     }
 
@@ -258,10 +260,10 @@ impl<P: SessionProtocol> SqlSession<P> {
             }
             Dispatch::Queue(commands, command) => {
                 let sent = commands.queue_for(&command).send(command).await;
-                sent.map_err(|_| error::closed(P::Database::STORE).as_refused())?;
+                sent.map_err(|_| error::session_ended(P::Database::STORE).as_refused())?;
             }
         }
-        response.await.map_err(|_| error::closed(P::Database::STORE))
+        response.await.map_err(|_| error::session_ended(P::Database::STORE))
     }
 
     /// Starts the command, or returns the queue for it. If the connection actor is closed, because

@@ -108,11 +108,11 @@ fn parts(text: &str) -> Vec<Part<'_>> {
             (b'$', None) => {
                 let (before, parameter) = rest.split_at(at);
                 let digits = parameter[1..].find(|c: char| !c.is_ascii_digit());
-                let digits = digits.map_or(parameter.len(), |length| length + 1);
-                let number = parameter[1..digits].parse::<usize>();
+                let end = digits.map_or(parameter.len(), |length| length + 1);
+                let number = parameter[1..end].parse::<usize>();
                 let index = number.expect("the statements have no other use for a $") - 1;
                 parts.push(Part::Text(before));
-                rest = &parameter[digits..];
+                rest = &parameter[end..];
                 let list = rest.strip_prefix("...");
                 parts.push(if list.is_some() { Part::List(index) } else { Part::Value(index) });
                 (rest, at) = (list.unwrap_or(rest), 0);
@@ -158,7 +158,8 @@ impl Value {
     }
 
     pub(crate) fn claims<C: Borrow<Claim>>(claims: &[C]) -> Self {
-        Self::ManyBytes(claims.iter().map(|it| it.borrow().id().to_bytes().to_vec()).collect())
+        let ids = claims.iter().map(|claim| claim.borrow().id().to_bytes().to_vec());
+        Self::ManyBytes(ids.collect())
     }
 
     pub(crate) fn token_block(claim: &Claim) -> Self {

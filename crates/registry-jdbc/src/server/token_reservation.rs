@@ -24,7 +24,7 @@ use tokio::time::Instant;
 /// What this session has written to a row: its claim, and the reserved tokens that are still
 /// unused.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RowState {
+pub(crate) struct WrittenRow {
     pub(crate) claim: ClaimId,
     pub(crate) tokens: Range<i64>,
 }
@@ -33,7 +33,7 @@ pub(crate) struct RowState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TokenPlan {
     /// The expected content of the row, if this session was granted the key recently.
-    pub(crate) last_row: Option<RowState>,
+    pub(crate) last_row: Option<WrittenRow>,
     /// The number of tokens that the grant itself needs.
     block_size: i64,
     /// The number of tokens to reserve in addition, if the row is unchanged.
@@ -45,7 +45,7 @@ pub(crate) struct TokenPlan {
 pub(crate) struct SessionGrant {
     pub(crate) token: FencingToken,
     /// The row after this grant. Its `tokens` are the reserved tokens after those of this grant.
-    pub(crate) row: RowState,
+    pub(crate) row: WrittenRow,
     /// Whether no other client was granted the key since this session's last grant.
     pub(crate) is_consecutive: bool,
 }
@@ -65,7 +65,7 @@ impl TokenPlan {
         if now < last.tokens.start || last.tokens.end < next_unused {
             return None;
         }
-        let row = RowState { claim: last.claim, tokens: next_unused..last.tokens.end };
+        let row = WrittenRow { claim: last.claim, tokens: next_unused..last.tokens.end };
         Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
     }
 
@@ -79,7 +79,7 @@ impl TokenPlan {
     ) -> Option<SessionGrant> {
         let tokens = token.checked_add(self.block_size)?
             ..token.checked_add(self.tokens_to_write(is_consecutive))?;
-        let row = RowState { claim: claim.id(), tokens };
+        let row = WrittenRow { claim: claim.id(), tokens };
         Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_consecutive })
     }
 }
@@ -93,7 +93,7 @@ pub(crate) struct TokenReservations(HashMap<Vec<u8>, GrantSeries>);
 struct GrantSeries {
     started_at: Instant,
     last_grant_at: Instant,
-    row: RowState,
+    row: WrittenRow,
 }
 
 impl GrantSeries {

@@ -83,7 +83,7 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
 
 impl<D: Dialect> LeaseTable<D> {
     async fn read_value(&self, key: &Key) -> Result<ValueRead, BackendError> {
-        let statement = self.read_statement(key);
+        let statement = self.read_value_statement(key);
         let rows = self.store.client.query(ConnectionUse::Acquire, &statement).await?;
         let row = one_row::<D>(&rows)?;
         let token = maybe_number::<D>(row, 0)?.map(fencing_token::<D>).transpose()?;
@@ -97,11 +97,11 @@ impl<D: Dialect> LeaseTable<D> {
         &self.statements().values
     }
 
-    pub(super) fn read_statement(&self, key: &Key) -> Statement<'_> {
+    pub(super) fn read_value_statement(&self, key: &Key) -> Statement<'_> {
         Statement::new(&self.statements().values.read, [self.id_value(key)])
     }
 
-    pub(super) fn write_statement<'a>(
+    pub(super) fn write_value_statement<'a>(
         &self,
         text: &'a StatementText,
         claim: &Claim,
@@ -127,7 +127,8 @@ impl<D: Dialect> LeaseTable<D> {
         token: FencingToken,
         value: &[u8],
     ) -> Result<ValueWrite, BackendError> {
-        let statement = self.write_statement(text, claim, token, value).with_at_most_one_row();
+        let statement =
+            self.write_value_statement(text, claim, token, value).with_at_most_one_row();
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await?;
         Ok(if answer.changed_a_row() { ValueWrite::Written } else { ValueWrite::NotHeld })

@@ -353,7 +353,7 @@ impl LockBackend for SqliteBackend {
         let make_statement = move || statements.release(&owned_claim);
         let release = async {
             if claim.mode() == ClaimMode::Exclusive
-                && self.writer.execute_within(release_limit(claim), make_statement).await? > 0
+                && self.writer.execute_within(busy_limit(claim), make_statement).await? > 0
             {
                 return Ok(Release::Freed);
             }
@@ -438,13 +438,13 @@ impl LockAdmin for SqliteBackend {
     }
 }
 
-/// How long the release of a fenced claim waits for other writers. The claim's own fenced
-/// transaction may be such a writer.
-const FENCED_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long a write for a fenced claim waits for other writers. The claim's own fenced transaction
+/// may be such a writer.
+const FENCED_BUSY_LIMIT: Duration = Duration::from_millis(500);
 
-/// Returns how long the release of `claim` waits for other writers.
-pub(super) fn release_limit(claim: &Claim) -> Duration {
-    if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX }
+/// Returns how long a release of `claim`, or a write of its record, waits for other writers.
+pub(super) fn busy_limit(claim: &Claim) -> Duration {
+    if claim.is_fenced() { FENCED_BUSY_LIMIT } else { Duration::MAX }
 }
 
 impl fmt::Debug for SqliteBackend {

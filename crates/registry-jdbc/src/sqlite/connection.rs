@@ -694,11 +694,11 @@ mod tests {
             "PRAGMA wal_checkpoint(TRUNCATE)",
         ] {
             let other = folder.open_backend().await;
-            let mut data = connection::options(&folder.file()).connect().await.unwrap();
-            data.execute(statement).await.unwrap();
+            let mut application = connection::options(&folder.file()).connect().await.unwrap();
+            application.execute(statement).await.unwrap();
             // Turning the log off is refused.
-            data.execute("PRAGMA journal_mode = DELETE").await.unwrap_err();
-            sqlx::Connection::close(data).await.unwrap();
+            application.execute("PRAGMA journal_mode = DELETE").await.unwrap_err();
+            sqlx::Connection::close(application).await.unwrap();
             other.close().await;
             let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
             assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{statement}: {renewed:?}");

@@ -14,7 +14,7 @@ use registry_core::{
     Key, LockRecord, Release, Renewal,
 };
 
-use super::backend::{SqliteBackend, release_limit};
+use super::backend::{SqliteBackend, busy_limit};
 use super::open;
 
 /// The claim in the row of a key that several claims can hold. The id of a claim is longer.
@@ -26,7 +26,7 @@ pub(super) const MULTI_CLAIM_BIT: u64 = 1 << 63;
 
 /// The columns of a row that a change reads and sets. The default is a missing row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct SqliteRowState {
+pub(super) struct SqliteRowColumns {
     pub(super) claim: Option<Vec<u8>>,
     /// `None` if the row is missing.
     pub(super) token: Option<i64>,
@@ -36,7 +36,7 @@ pub(super) struct SqliteRowState {
     pub(super) until: i64,
 }
 
-impl SqliteRowState {
+impl SqliteRowColumns {
     fn has_record(&self) -> bool {
         self.claim.as_deref() == Some(RECORD_MARKER)
     }
@@ -53,7 +53,7 @@ impl SqliteRowState {
 
 /// A row as it was read.
 struct ReadRow {
-    state: SqliteRowState,
+    columns: SqliteRowColumns,
     /// The largest token of all deleted rows. New tokens are larger.
     floor: i64,
 }
@@ -70,29 +70,29 @@ impl SqliteBackend {
         for _ in 0..CHANGES_MAX {
             let row = self.read_row(claim.key()).await?.ok_or_else(|| self.other_boot_error())?;
             let now = self.now();
-            let mut record = self.record(claim.key(), &row.state, now)?;
+            let mut record = self.record(claim.key(), &row.columns, now)?;
             record.remove_expired(now);
             let before = record.clone();
             let mut new_token = None;
             let attempt = record.acquire(claim, now, || {
-                let token = self.token_after(&row)?;
+                let token = self.next_token(&row)?;
                 new_token = Some(token);
                 Ok::<_, BackendError>(token)
             })?;
             let is_granted = matches!(attempt, Attempt::Granted(_));
             if record == before || !is_granted && record.may_skip_write(&before, claim, now) {
-                return Ok(self.with_seen_version(attempt, &row.state));
+                return Ok(self.with_seen_version(attempt, &row.columns));
             }
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
             // After a conversion to a weaker mode, other claims may be granted. The same applies
             // after the grant of a queued claim, because the claims behind it move up.
             let wakes_waiters = is_granted && had_entry;
-            let mut new = self.row_with(&row.state, &record, now, wakes_waiters);
+            let mut new = self.row_with(&row.columns, &record, now, wakes_waiters);
             if let Some(token) = new_token {
                 new.token = Some(token.get().cast_signed());
                 new.block = i64::from(claim.token_block());
             }
-            if self.write_row(claim.key(), release_limit(claim), &row.state, &new).await? {
+            if self.write_row(claim.key(), busy_limit(claim), &row.columns, &new).await? {
                 return Ok(self.with_seen_version(attempt, &new));
             }
         }
@@ -121,12 +121,12 @@ impl SqliteBackend {
         if claim.mode() != ClaimMode::Exclusive {
             let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
             let make_statement = move || statements.release_single_claim(&owned_claim);
-            if self.writer.execute_within(release_limit(claim), make_statement).await? > 0 {
+            if self.writer.execute_within(busy_limit(claim), make_statement).await? > 0 {
                 return Ok(Release::Freed);
             }
         }
         for _ in 0..CHANGES_MAX {
-            let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
+            let Some(ReadRow { columns: row, .. }) = self.read_row(claim.key()).await? else {
                 return Ok(Release::NotHeld);
             };
             let now = self.now();
@@ -139,7 +139,7 @@ impl SqliteBackend {
                 // The ended grant is the newest one, so the next grant can use its unused tokens.
                 new.block = new.block.min(i64::from(claim.token_block()));
             }
-            if self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
+            if self.write_row(claim.key(), busy_limit(claim), &row, &new).await? {
                 return Ok(LockRecord::release_response(Some(&entry), now));
             }
         }
@@ -149,7 +149,7 @@ impl SqliteBackend {
     /// Ends all grants of the key. Claims that wait keep their places.
     pub(super) async fn force_release_in_record(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let Some(ReadRow { state: row, .. }) = self.read_row(key).await? else {
+            let Some(ReadRow { columns: row, .. }) = self.read_row(key).await? else {
                 return Ok(Release::NotHeld);
             };
             let now = self.now();
@@ -168,7 +168,7 @@ impl SqliteBackend {
     /// Extends the lease of `claim`.
     pub(super) async fn renew_in_record(&self, claim: &Claim) -> Result<Renewal, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
+            let Some(ReadRow { columns: row, .. }) = self.read_row(claim.key()).await? else {
                 return Ok(Renewal::Gone);
             };
             let now = self.now();
@@ -177,12 +177,12 @@ impl SqliteBackend {
             if renewal == Renewal::Gone || !row.has_record() {
                 return Ok(Renewal::Gone);
             }
-            let new = SqliteRowState {
+            let new = SqliteRowColumns {
                 label: Some(record.to_text()),
                 until: record.until().cast_signed(),
                 ..row.clone()
             };
-            if new == row || self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
+            if new == row || self.write_row(claim.key(), busy_limit(claim), &row, &new).await? {
                 return Ok(renewal);
             }
         }
@@ -212,9 +212,9 @@ impl SqliteBackend {
         }
         let floor = self.column(row, 1)?;
         let Some(token) = self.column::<Option<i64>>(row, 3)? else {
-            return Ok(Some(ReadRow { state: SqliteRowState::default(), floor }));
+            return Ok(Some(ReadRow { columns: SqliteRowColumns::default(), floor }));
         };
-        let state = SqliteRowState {
+        let columns = SqliteRowColumns {
             claim: self.column(row, 2)?,
             token: Some(token),
             block: self.column(row, 4)?,
@@ -222,7 +222,7 @@ impl SqliteBackend {
             since: self.column(row, 6)?,
             until: self.column(row, 7)?,
         };
-        Ok(Some(ReadRow { state, floor }))
+        Ok(Some(ReadRow { columns, floor }))
     }
 
     /// Returns the record of a row, or a record of its exclusive grant. `sql::READ_ROW` returns no
@@ -230,7 +230,7 @@ impl SqliteBackend {
     fn record(
         &self,
         key: &Key,
-        row: &SqliteRowState,
+        row: &SqliteRowColumns,
         now: u64,
     ) -> Result<LockRecord, BackendError> {
         let is_live = row.until.cast_unsigned() > now;
@@ -260,15 +260,15 @@ impl SqliteBackend {
     /// Returns the row for `record`. A row without claims keeps its tokens.
     fn row_with(
         &self,
-        row: &SqliteRowState,
+        row: &SqliteRowColumns,
         record: &LockRecord,
         now: u64,
         wakes_waiters: bool,
-    ) -> SqliteRowState {
+    ) -> SqliteRowColumns {
         let now = now.cast_signed();
         let is_free = record.is_empty();
         let raises_since = wakes_waiters || !row.has_record();
-        SqliteRowState {
+        SqliteRowColumns {
             claim: (!is_free).then(|| RECORD_MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),
             since: if raises_since { now.max(row.since + 1) } else { row.since },
@@ -282,8 +282,8 @@ impl SqliteBackend {
         &self,
         key: &Key,
         limit: Duration,
-        old: &SqliteRowState,
-        new: &SqliteRowState,
+        old: &SqliteRowColumns,
+        new: &SqliteRowColumns,
     ) -> Result<bool, BackendError> {
         let statements = Arc::clone(&self.statements);
         let (key, old, new) = (key.clone(), old.clone(), new.clone());
@@ -291,15 +291,15 @@ impl SqliteBackend {
         Ok(self.writer.execute_within(limit, make_statement).await? > 0)
     }
 
-    fn token_after(&self, row: &ReadRow) -> Result<FencingToken, BackendError> {
-        let last = row.state.token.map_or(0, |token| token.saturating_add(row.state.block));
+    fn next_token(&self, row: &ReadRow) -> Result<FencingToken, BackendError> {
+        let last = row.columns.token.map_or(0, |token| token.saturating_add(row.columns.block));
         let wall = self.statements.clock.wall();
         let token = wall.max(last).max(row.floor.saturating_add(1));
         self.raise_next_token_min(token);
         self.fencing_token(token)
     }
 
-    fn with_seen_version(&self, attempt: Attempt, row: &SqliteRowState) -> Attempt {
+    fn with_seen_version(&self, attempt: Attempt, row: &SqliteRowColumns) -> Attempt {
         let with_seen_version = |busy: Busy| {
             busy.with_seen_version(row.version()).with_wake_check(self.release_watcher.wake_check())
         };

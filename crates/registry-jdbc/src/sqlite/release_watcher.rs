@@ -68,13 +68,13 @@ struct WatcherTask {
     reader: Arc<ReconnectingConnection>,
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
-    waiters: Waiters<Key, KnownVersion>,
+    waiters: Waiters<Key, SeenVersion>,
     /// Whether the kernel reports commits, and the last read succeeded.
     is_confirmed: AtomicBool,
 }
 
 /// The version of the key in the busy response of the waiter's attempt.
-struct KnownVersion {
+struct SeenVersion {
     version: u64,
     /// Whether the key has not been read since the registration of the waiter.
     is_new: bool,
@@ -99,12 +99,12 @@ impl ReleaseWatcher {
         }
     }
 
-    /// Waits until `key` may be free. `known_version` is the version of the busy response to the caller's
-    /// attempt: the token of the other grant, or a version with [`MULTI_CLAIM_BIT`].
-    pub(super) async fn wait(&self, key: &Key, known_version: u64) {
+    /// Waits until `key` may be free. `seen_version` is the version of the busy response to the
+    /// caller's attempt: the token of the other grant, or a version with [`MULTI_CLAIM_BIT`].
+    pub(super) async fn wait(&self, key: &Key, seen_version: u64) {
         let waiters = &self.watcher.waiters;
         let waiter =
-            waiters.register(key.clone(), KnownVersion { version: known_version, is_new: true });
+            waiters.register(key.clone(), SeenVersion { version: seen_version, is_new: true });
         waiters.ensure_task(|| self.worker.spawn(Arc::clone(&self.watcher).run()));
         waiter.woken().await;
     }
@@ -194,7 +194,7 @@ impl WatcherTask {
         let keys = self.waiting_keys(filter);
         let mut chunks = 0;
         let mut succeeded = true;
-        for chunk in keys.chunks(sql::batch_items_max(&*sql::HELD_MARKS)) {
+        for chunk in keys.chunks(sql::batch_items_max(&*sql::HELD_VERSIONS)) {
             chunks += 1;
             // A store error wakes no waiter. The waiter's next attempt receives the error and
             // returns it.
@@ -221,7 +221,7 @@ impl WatcherTask {
     }
 
     async fn held_versions(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let batch = sql::smallest_batch_for(&*sql::HELD_MARKS, keys.len());
+        let batch = sql::smallest_batch_for(&*sql::HELD_VERSIONS, keys.len());
         let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
         let rows = self.reader.fetch_all(move || statements.held_versions(batch, &keys)).await?;
         Ok(rows
@@ -234,15 +234,15 @@ impl WatcherTask {
     }
 
     fn wake_waiters(&self, keys: &[Key], held_versions: &HashMap<Vec<u8>, u64>) {
-        self.waiters.wake_if(|key, known| {
+        self.waiters.wake_if(|key, seen| {
             if keys.binary_search(key).is_err() {
                 return false;
             }
-            let is_first_read = std::mem::replace(&mut known.is_new, false);
-            let held_versions = held_versions.get(key.as_str().as_bytes());
-            held_versions.is_none_or(|version| {
-                let has_several_claims = (*version | known.version) & MULTI_CLAIM_BIT != 0;
-                (is_first_read || has_several_claims) && *version != known.version
+            let is_first_read = std::mem::replace(&mut seen.is_new, false);
+            let held_version = held_versions.get(key.as_str().as_bytes());
+            held_version.is_none_or(|version| {
+                let has_several_claims = (*version | seen.version) & MULTI_CLAIM_BIT != 0;
+                (is_first_read || has_several_claims) && *version != seen.version
             })
         });
     }
@@ -430,7 +430,7 @@ mod tests {
         };
         let both = async { tokio::join!(b.wait(&claim_b, &busy_reply), renew) };
         assert!(timeout(QUIET_TIME, both).await.is_err());
-        assert_eq!(b.waiters.count(), 0, "a dropped waiter is removed");
+        assert_eq!(b.release_watcher.count(), 0, "a dropped waiter is removed");
     }
 
     #[tokio::test]
@@ -477,7 +477,7 @@ mod tests {
             assert_eq!(woken, n);
         }
         assert!(timeout(QUIET_TIME, waiters.join_next()).await.is_err());
-        assert_eq!(b.waiters.count(), 147);
+        assert_eq!(b.release_watcher.count(), 147);
     }
 
     #[tokio::test]
@@ -487,11 +487,11 @@ mod tests {
         let (claim_a, claim_b) = (claim("k"), claim("k"));
         acquire(&a, &claim_a).await;
         let busy_reply = expect_busy(&b, &claim_b).await;
-        assert!(!b.waiters.has_task());
+        assert!(!b.release_watcher.has_task());
         assert!(timeout(Duration::from_millis(10), b.wait(&claim_b, &busy_reply)).await.is_err());
-        assert!(b.waiters.has_task());
+        assert!(b.release_watcher.has_task());
         let task_ended = async {
-            while b.waiters.has_task() {
+            while b.release_watcher.has_task() {
                 sleep(Duration::from_millis(10)).await;
             }
         };

@@ -345,7 +345,7 @@ pub(super) static RELEASE_ALL: LazyLock<[BatchStatement; 2]> = LazyLock::new(|| 
 /// Returns the held keys with their versions. The version of an exclusive grant is its token. The
 /// version of a record is `since` with the highest bit set. Parameters: now, boot, namespace, then
 /// the keys.
-pub(super) static HELD_MARKS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
+pub(super) static HELD_VERSIONS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
         text: format!(
@@ -397,7 +397,7 @@ mod tests {
         let mut connection = connection::options(&folder.file()).connect().await.unwrap();
         let renew =
             sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|batch| batch.text.as_str());
-        let held = sql::HELD_MARKS.iter().map(|batch| batch.text.as_str());
+        let held = sql::HELD_VERSIONS.iter().map(|batch| batch.text.as_str());
         let all =
             sql::ACQUIRE_ALL.iter().chain(sql::RELEASE_ALL.iter()).map(|batch| batch.text.as_str());
         let fixed = [

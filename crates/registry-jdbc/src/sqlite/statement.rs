@@ -11,7 +11,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
-use super::records::{RECORD_MARKER, SqliteRowState};
+use super::records::{RECORD_MARKER, SqliteRowColumns};
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
@@ -193,8 +193,8 @@ impl SqliteStatementBinder {
     pub(super) fn write_row(
         &self,
         key: &Key,
-        old: &SqliteRowState,
-        new: &SqliteRowState,
+        old: &SqliteRowColumns,
+        new: &SqliteRowColumns,
     ) -> SqliteQuery {
         query(sql::WRITE_ROW)
             .bind(Arc::clone(&self.namespace))
@@ -279,7 +279,7 @@ impl SqliteStatementBinder {
         statement
     }
 
-    /// Binds [`sql::HELD_MARKS`].
+    /// Binds [`sql::HELD_VERSIONS`].
     pub(super) fn held_versions(
         &self,
         batch: &'static BatchStatement,
