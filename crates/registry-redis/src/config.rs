@@ -303,7 +303,7 @@ pub enum Layout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Publish {
-    /// `SPUBLISH` in a cluster, otherwise `PUBLISH`. The Spring layout always uses `PUBLISH`.
+    /// `SPUBLISH` in a cluster, otherwise `PUBLISH`. In the Spring layout, `PUBLISH` in any case.
     #[default]
     Auto,
     /// `PUBLISH`, which reaches every node of a cluster.
