@@ -11,7 +11,7 @@ use crate::{programs, run_command};
 /// Returns the folder that caches the data folder of `program`. It is next to the test programs, so
 /// that cleaning the build removes it. An upgraded server program has a new folder.
 fn cache_folder(program: &Path) -> io::Result<PathBuf> {
-    let found = programs::on_path(program).unwrap_or_else(|| program.to_owned());
+    let found = programs::find_installed(program).unwrap_or_else(|| program.to_owned());
     let metadata = fs::metadata(&found)?;
     let mut hasher = DefaultHasher::new();
     (&found, metadata.len(), metadata.modified()?).hash(&mut hasher);

@@ -37,7 +37,7 @@ impl ServerDescription for Pooler {
     };
 
     fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "pgbouncer")
+        programs::find(SERVER_VARIABLE, "pgbouncer")
     }
 
     fn command(server: &PgBouncer) -> io::Result<Command> {

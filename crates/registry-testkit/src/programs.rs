@@ -1,5 +1,5 @@
-//! Finds the programs of servers. Debian installs some of them only in `/usr/sbin`. It installs
-//! those of PostgreSQL outside `PATH`, in one folder for each version.
+//! Finds the programs of servers and their tools. Debian installs some of them only in `/usr/sbin`.
+//! It installs those of PostgreSQL outside `PATH`, in one folder for each version.
 
 use std::env;
 use std::fs;
@@ -12,23 +12,23 @@ const SBIN: &str = "/usr/sbin";
 
 /// Returns the program that `variable` names, or else the installed program `name`. If neither
 /// exists, returns `name`, so that the error of starting it names the missing program.
-pub(crate) fn server(variable: &str, name: &str) -> PathBuf {
+pub(crate) fn find(variable: &str, name: &str) -> PathBuf {
     env::var_os(variable)
         .map(PathBuf::from)
-        .or_else(|| on_path(name))
+        .or_else(|| find_installed(name))
         .unwrap_or_else(|| name.into())
 }
 
-/// Like [`server`], for the PostgreSQL server, whose companion programs are in the same folder.
-pub(crate) fn postgres(variable: &str) -> PathBuf {
+/// Like [`find`], for the PostgreSQL server, whose companion programs are in the same folder.
+pub(crate) fn find_postgres(variable: &str) -> PathBuf {
     let named = env::var_os(variable).map(PathBuf::from);
     // Symbolic links in `PATH` lead to the folder of the companion programs.
-    let installed = || on_path("postgres").and_then(|program| program.canonicalize().ok());
+    let installed = || find_installed("postgres").and_then(|program| program.canonicalize().ok());
     named.or_else(installed).or_else(newest_postgres).unwrap_or_else(|| "postgres".into())
 }
 
-/// Returns the installed program `name`. An absolute path is its own result.
-pub(crate) fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
+/// Returns the installed program `name`. An absolute path of an existing file is its own result.
+pub(crate) fn find_installed(name: impl AsRef<Path>) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let folders = env::split_paths(&path).chain([PathBuf::from(SBIN)]);
     folders.map(|folder| folder.join(&name)).find(|program| program.is_file())

@@ -40,7 +40,7 @@ impl ServerDescription for Scraper {
     };
 
     fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "prometheus")
+        programs::find(SERVER_VARIABLE, "prometheus")
     }
 
     fn command(server: &Prometheus) -> io::Result<Command> {
@@ -91,7 +91,7 @@ impl Prometheus {
         let groups = data["groups"].as_array().cloned().unwrap_or_default();
         Ok(groups
             .iter()
-            .flat_map(|it| it["rules"].as_array().cloned().unwrap_or_default())
+            .flat_map(|group| group["rules"].as_array().cloned().unwrap_or_default())
             .collect())
     }
 
@@ -117,7 +117,7 @@ impl Prometheus {
 
 /// Runs `promtool` with these arguments and returns its output.
 pub async fn promtool(args: &[&str]) -> io::Result<String> {
-    let mut command = Command::new(programs::server(TOOL_VARIABLE, "promtool"));
+    let mut command = Command::new(programs::find(TOOL_VARIABLE, "promtool"));
     command.args(args);
     run_command::run(command, "").await
 }

@@ -72,7 +72,8 @@ pub struct Counts {
     pub accepted: u64,
     /// Open connections.
     pub live: u64,
-    /// Connections that ended with a reset, caused by the mode or by the server.
+    /// Connections that the proxy ended with a reset: because of its mode, [`FaultProxy::cut_all`]
+    /// or a withheld request, or after an error of the client's or the server's connection.
     pub reset: u64,
     /// Requests passed to the server, counted as runs of client bytes without a server byte between
     /// them. Exact for a client that waits for each reply, too low for a client that pipelines.
@@ -81,7 +82,8 @@ pub struct Counts {
     pub request_bytes: u64,
     /// Bytes passed to clients.
     pub reply_bytes: u64,
-    /// Discarded bytes from the server.
+    /// Bytes from the server that were discarded when they arrived. Queued bytes of a connection
+    /// that ends are not counted.
     pub reply_bytes_lost: u64,
 }
 
@@ -213,7 +215,7 @@ impl FaultProxy {
     }
 
     /// Passes the withheld requests to the server, waits for the first byte of each reply, and
-    /// closes their connections. Returns the number of requests.
+    /// closes their connections. Returns the number of requests, which are not in the counts.
     ///
     /// # Cancel safety
     /// Requests that were not passed on yet are lost with the future.

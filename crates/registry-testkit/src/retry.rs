@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-/// The maximum time for servers to agree on a state. Typically they need two seconds.
+/// The maximum time for servers to agree on a state. Typically they need two seconds; after a
+/// failover by sentinels, they need up to twenty.
 const LIMIT: Duration = Duration::from_secs(90);
 /// The pause between two polls.
 const PAUSE: Duration = Duration::from_millis(10);

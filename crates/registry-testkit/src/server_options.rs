@@ -62,7 +62,8 @@ impl<S: ServerDescription> ServerOptions<S> {
     }
 
     /// Accepts only TLS connections from clients, with the server's certificate from `folder`. The
-    /// testkit's own commands use a Unix socket or another port, without TLS.
+    /// testkit's own commands use a Unix socket or another port, without TLS; `etcdctl` uses TLS
+    /// with the client certificate.
     ///
     /// etcd accepts only clients with a certificate of the same authority. Redis does so with the
     /// arguments `["--tls-auth-clients", "yes"]`, ZooKeeper with the setting

@@ -46,7 +46,7 @@ impl TlsFolder {
         let kind = |host: &str| if host.parse::<IpAddr>().is_ok() { "IP" } else { "DNS" };
         let hosts: Vec<String> =
             hosts.iter().map(|host| format!("{}:{host}", kind(host))).collect();
-        fs::write(tls.file("purposes"), OPENSSL_CONFIG.replace("HOSTS", &hosts.join(",")))?;
+        fs::write(tls.file("openssl.cnf"), OPENSSL_CONFIG.replace("HOSTS", &hosts.join(",")))?;
         tls.openssl(&format!(
             "req -x509 {} -out ca.pem -extensions authority",
             certificate_args("ca")
@@ -55,7 +55,7 @@ impl TlsFolder {
             tls.openssl(&format!("req -new {} -out {name}.csr", certificate_args(name)))?;
             tls.openssl(&format!(
                 "x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 30 \
-                 -extfile purposes -extensions {name} -out {name}.pem"
+                 -extfile openssl.cnf -extensions {name} -out {name}.pem"
             ))?;
         }
         Ok(tls)
@@ -112,7 +112,7 @@ impl TlsFolder {
 /// Returns the arguments common to all certificate requests: a new key, and a name.
 fn certificate_args(name: &str) -> String {
     format!(
-        "-config purposes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {name}.key \
+        "-config openssl.cnf -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {name}.key \
          -subj /CN={name} -days 30"
     )
 }

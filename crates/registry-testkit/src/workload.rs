@@ -1,5 +1,6 @@
 //! A workload of clients that contend for a few keys during faults, and the checks of its recorded
-//! history. It contains no store and no fault: tests provide the registries and cause the faults.
+//! history. Tests provide the registries and cause the faults. `faults` contains the faults that
+//! the tests of several stores share.
 
 mod faults;
 mod outcome;
@@ -72,7 +73,7 @@ impl WorkloadOptions {
         Self::default()
     }
 
-    /// Sets the keys that all clients contend for, and those that have permanent holders.
+    /// Sets the keys that clients of all registries contend for, and those with permanent holders.
     #[must_use]
     pub fn keys(mut self, contested: Vec<String>, steady: Vec<String>) -> Self {
         (self.contested, self.steady) = (contested, steady);
@@ -119,8 +120,9 @@ impl FencedResource {
     }
 }
 
-/// A workload of clients, distributed over the registries. All clients contend for some keys and
-/// hold them briefly. Each other key has one permanent holder, and one client that waits for it.
+/// A workload of clients, distributed over the registries. Two clients of each registry contend for
+/// each contested key and hold it briefly. Each steady key has one permanent holder, and one client
+/// that waits for it.
 #[derive(Debug)]
 #[must_use = "a workload must be ended to be checked"]
 pub struct Workload {
@@ -168,29 +170,29 @@ impl Workload {
         });
         let mut workers = JoinSet::new();
         let stop = watch::Sender::new(false);
-        let client = |number: usize, role: usize, key: &str| WorkloadClient {
+        let client = |registry: usize, caller: usize, key: &str| WorkloadClient {
             state: Arc::clone(&state),
-            number: u32::try_from(number % registries.len() * REGISTRY_CLIENTS as usize + role)
+            number: u32::try_from(registry % registries.len() * REGISTRY_CLIENTS as usize + caller)
                 .unwrap_or(u32::MAX),
-            lock: registries[number % registries.len()].obtain(key),
+            lock: registries[registry % registries.len()].obtain(key),
             stop: stop.subscribe(),
         };
         // The waiters for the permanently held keys start only once each key has its holder.
-        for (role, key) in state.options.steady.iter().enumerate() {
-            workers.spawn(client(role, 50 + role, key).hold_repeatedly());
+        for (index, key) in state.options.steady.iter().enumerate() {
+            workers.spawn(client(index, 50 + index, key).hold_repeatedly());
         }
         state.wait_for_grants(&state.options.steady, 1).await;
-        for (role, key) in state.options.steady.iter().enumerate() {
+        for (index, key) in state.options.steady.iter().enumerate() {
             workers.spawn(
-                client(role + 1, 50 + role, key).contend_repeatedly(Duration::from_millis(100)),
+                client(index + 1, 50 + index, key).contend_repeatedly(Duration::from_millis(100)),
             );
         }
-        for number in 0..registries.len() {
-            for (role, key) in state.options.contested.iter().enumerate() {
+        for registry in 0..registries.len() {
+            for (index, key) in state.options.contested.iter().enumerate() {
                 // Two callers, so that the local wait queue is used as well.
-                for caller in [2 * role, 2 * role + 1] {
+                for caller in [2 * index, 2 * index + 1] {
                     workers.spawn(
-                        client(number, caller, key).contend_repeatedly(Duration::from_millis(1)),
+                        client(registry, caller, key).contend_repeatedly(Duration::from_millis(1)),
                     );
                 }
             }
@@ -239,8 +241,8 @@ impl Workload {
         drop(within(LONG, all).await);
     }
 
-    /// Waits until the permanent holders have lost at least `minimum` locks since the
-    /// workload started.
+    /// Waits until holders of the steady keys have lost at least `minimum` locks since the workload
+    /// started.
     ///
     /// # Panics
     /// Panics if that does not happen in time.
@@ -251,7 +253,7 @@ impl Workload {
         drop(within(LONG, all).await);
     }
 
-    /// Returns how many locks the permanent holders have lost so far.
+    /// Returns how many locks of the steady keys have been lost so far.
     #[must_use]
     pub fn steady_losses(&self) -> usize {
         let is_steady = |loss: &&RecordedLoss| self.state.options.steady.contains(&loss.key);
@@ -264,7 +266,7 @@ impl Workload {
         self.state.losses.borrow().clone()
     }
 
-    /// Returns the number of errors that callers received so far.
+    /// Returns the number of errors that callers received so far, except reports of a loss.
     #[must_use]
     pub fn errors(&self) -> usize {
         locked(&self.state.errors).len()
@@ -283,7 +285,8 @@ impl Workload {
         &self.state.recorder
     }
 
-    /// Ends the workload once all faults are repaired, and verifies that nothing remains locked.
+    /// Ends the workload and verifies that nothing remains locked. The test must have repaired all
+    /// faults.
     /// `verifier` must acquire every key within `limit`, and all registries must release all their
     /// locks. `other_events` contains the events recorded by other processes.
     ///

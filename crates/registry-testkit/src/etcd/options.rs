@@ -25,7 +25,7 @@ pub struct Etcd {
 
 impl Default for Etcd {
     fn default() -> Self {
-        Self { ctl: programs::server(CTL_VARIABLE, "etcdctl"), login: None, peer_delay: None }
+        Self { ctl: programs::find(CTL_VARIABLE, "etcdctl"), login: None, peer_delay: None }
     }
 }
 

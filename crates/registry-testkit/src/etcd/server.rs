@@ -49,7 +49,7 @@ impl ServerDescription for Etcd {
     };
 
     fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "etcd")
+        programs::find(SERVER_VARIABLE, "etcd")
     }
 
     fn command(server: &EtcdServer) -> io::Result<Command> {

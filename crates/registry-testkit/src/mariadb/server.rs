@@ -35,7 +35,7 @@ impl ServerDescription for MariaDb {
     };
 
     fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "mariadbd")
+        programs::find(SERVER_VARIABLE, "mariadbd")
     }
 
     fn command(server: &MariaDbServer) -> io::Result<Command> {

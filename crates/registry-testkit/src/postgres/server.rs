@@ -29,7 +29,7 @@ impl ServerDescription for Postgres {
     };
 
     fn program() -> PathBuf {
-        programs::postgres(SERVER_VARIABLE)
+        programs::find_postgres(SERVER_VARIABLE)
     }
 
     fn command(server: &PostgresServer) -> io::Result<Command> {

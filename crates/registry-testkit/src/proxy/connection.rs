@@ -18,8 +18,8 @@ use tokio::time::{Instant, sleep_until};
 use super::{ProxyMode, ProxyState, WithheldRequest};
 
 const BUFFER_BYTES: usize = 16 * 1_024;
-/// The maximum number of queued bytes in one direction. At this limit the proxy stops reading, so
-/// the sender sees backpressure.
+/// The number of queued bytes in one direction at which the proxy stops reading, so the sender sees
+/// backpressure. The last read may exceed it.
 const QUEUE_BYTES_MAX: usize = 1_024 * 1_024;
 /// The duration of one piece of a throttled stream, in seconds.
 const THROTTLE_PIECE_SECS: f64 = 0.05;
@@ -101,6 +101,7 @@ enum Direction {
 struct ConnectionState {
     /// A request was carried, and no byte of its reply has arrived.
     awaits_reply: AtomicBool,
+    /// Notified when the client has ended its stream.
     client_done: Notify,
     /// A request that was withheld from the server.
     withheld: Mutex<Option<Vec<u8>>>,
@@ -181,9 +182,9 @@ impl<'a> Pump<'a> {
                     } else {
                         // The mode may have changed since this iteration began, and the sender may
                         // have sent these bytes after that.
-                        let now = *modes.borrow();
-                        if now != mode {
-                            mode = now;
+                        let current_mode = *modes.borrow();
+                        if current_mode != mode {
+                            mode = current_mode;
                             self.apply_mode(mode).await?;
                         }
                         self.receive(mode, bytes).await?;
@@ -226,7 +227,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Queues, discards or withholds the bytes that the sender sent.
+    /// Queues, delivers, discards or withholds the bytes that the sender sent.
     async fn receive(&mut self, mode: ProxyMode, bytes: &[u8]) -> Result<(), Cut> {
         if self.direction == Direction::Requests
             && self.shared.withhold_next.swap(false, Ordering::SeqCst)

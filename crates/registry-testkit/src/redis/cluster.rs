@@ -20,7 +20,7 @@ use view::{ClusterView, NodeInfo, slot_of};
 /// The number of slots that the masters share.
 const SLOTS: u16 = 16_384;
 const MASTERS: u16 = 3;
-/// The number of keys moved by one `MIGRATE`.
+/// The maximum number of keys moved by one `MIGRATE`.
 const KEYS_AT_ONCE: &str = "100";
 /// The timeout of `MIGRATE`, in milliseconds.
 const MOVE_LIMIT_MS: &str = "10000";
@@ -90,7 +90,7 @@ impl RedisCluster {
         let mut nodes = (0..2 * MASTERS).map(launch).collect::<io::Result<Vec<_>>>()?;
         for node in &mut nodes {
             node.server.wait_until_serving().await?;
-            node.id = text(&node.server, &["CLUSTER", "MYID"]).await?;
+            node.id = query_text(&node.server, &["CLUSTER", "MYID"]).await?;
         }
         let cluster = Self { nodes };
         cluster.assign_slots().await?;
@@ -132,7 +132,7 @@ impl RedisCluster {
 
     async fn check_nodes_have_met(&self) -> io::Result<()> {
         for node in &self.nodes {
-            let view = ClusterView::of(&node.server).await?;
+            let view = ClusterView::query(&node.server).await?;
             let known = |node: &ClusterNode| view.member(&node.id).is_some_and(NodeInfo::is_met);
             if !self.nodes.iter().all(known) {
                 return Err(not_yet(format!("one node sees {view:?}")));
@@ -196,7 +196,7 @@ impl RedisCluster {
     pub async fn master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let mut claims = Vec::new();
         for node in self.responsive_nodes() {
-            let view = ClusterView::of(&node.server).await?;
+            let view = ClusterView::query(&node.server).await?;
             if view.owner(slot).is_some_and(|owner| owner.id == node.id) {
                 claims.push((view.myself().map(|member| member.epoch), node.server.addr()));
             }
@@ -210,7 +210,7 @@ impl RedisCluster {
         let master = &self.node_at(self.master_of(slot).await?).id;
         let mut replicas = Vec::new();
         for node in self.responsive_nodes() {
-            let view = ClusterView::of(&node.server).await?;
+            let view = ClusterView::query(&node.server).await?;
             if view.myself().is_some_and(|member| member.master.as_ref() == Some(master)) {
                 replicas.push(node.server.addr());
             }
@@ -456,11 +456,11 @@ impl ClusterNode {
 
 /// Returns the view of `node`, or an error unless the node reports a healthy cluster.
 async fn healthy_view(node: &ClusterNode) -> io::Result<ClusterView> {
-    let state = text(&node.server, &["CLUSTER", "INFO"]).await?;
-    if !state.contains("cluster_state:ok") {
-        return Err(not_yet(format!("{} reports {state}", node.server.addr())));
+    let info = query_text(&node.server, &["CLUSTER", "INFO"]).await?;
+    if !info.contains("cluster_state:ok") {
+        return Err(not_yet(format!("{} reports {info}", node.server.addr())));
     }
-    ClusterView::of(&node.server).await
+    ClusterView::query(&node.server).await
 }
 
 async fn execute(server: &RedisServer, words: &[&str]) -> io::Result<()> {
@@ -471,7 +471,7 @@ async fn execute(server: &RedisServer, words: &[&str]) -> io::Result<()> {
     }
 }
 
-async fn text(server: &RedisServer, words: &[&str]) -> io::Result<String> {
+async fn query_text(server: &RedisServer, words: &[&str]) -> io::Result<String> {
     let reply = server.send_command_args(words).await?.into_result()?;
     reply.text().ok_or_else(|| not_yet(format!("{reply:?} is not text")))
 }

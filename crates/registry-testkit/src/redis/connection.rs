@@ -52,7 +52,8 @@ impl RedisConnection {
     /// subscribers.
     ///
     /// # Errors
-    /// Returns the connection's error; `UnexpectedEof` if the server has closed it.
+    /// Returns the connection's error, `UnexpectedEof` if the server has closed it, or
+    /// `InvalidData` if it has sent something other than a reply.
     ///
     /// # Cancel safety
     /// Dropping the future loses no reply.

@@ -129,7 +129,7 @@ impl SentinelSetup {
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
         // A sentinel that starts earlier discovers the replicas only ten seconds later.
-        retry("the replicas are synchronized", || setup.check_replicas(addr)).await?;
+        retry("the replicas are synchronized", || setup.check_replicas_online(addr)).await?;
         for _ in 0..SENTINELS {
             setup.sentinels.push(RedisServer::launch_with(options.sentinel(addr))?);
         }
@@ -150,7 +150,7 @@ impl SentinelSetup {
     /// Returns the address of the master, according to a sentinel.
     pub async fn master(&self) -> io::Result<SocketAddr> {
         match self.sentinels.iter().find(|sentinel| sentinel.is_responsive()) {
-            Some(sentinel) => named_master(sentinel).await,
+            Some(sentinel) => query_master(sentinel).await,
             None => Err(not_yet("no sentinel responds")),
         }
     }
@@ -159,7 +159,7 @@ impl SentinelSetup {
     pub async fn replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let mut replicas = Vec::new();
         for server in self.servers.iter().filter(|server| server.is_responsive()) {
-            if role(server).await? == "slave" {
+            if query_role(server).await? == "slave" {
                 replicas.push(server.addr());
             }
         }
@@ -293,11 +293,11 @@ impl SentinelSetup {
         retry("sentinels and servers agree", || self.check_consistency()).await
     }
 
-    /// Returns the master if all responding sentinels agree on it.
+    /// Returns the master if all responding sentinels agree on it and it reports that role.
     async fn confirmed_master(&self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.is_responsive()) {
-            let named = named_master(sentinel).await?;
+            let named = query_master(sentinel).await?;
             if named != master {
                 return Err(not_yet(format!("one sentinel names {master}, another {named}")));
             }
@@ -305,13 +305,13 @@ impl SentinelSetup {
         if !self.server(master).is_responsive() {
             return Err(not_yet(format!("{master} does not answer")));
         }
-        match &*role(self.server(master)).await? {
+        match &*query_role(self.server(master)).await? {
             "master" => Ok(master),
             other => Err(not_yet(format!("{master} reports the role {other}"))),
         }
     }
 
-    async fn check_replicas(&self, master: SocketAddr) -> io::Result<()> {
+    async fn check_replicas_online(&self, master: SocketAddr) -> io::Result<()> {
         let expected = self.servers.iter().filter(|server| server.is_responsive()).count() - 1;
         let online = self.server(master).replicas_online().await?;
         if online != expected {
@@ -322,7 +322,7 @@ impl SentinelSetup {
 
     async fn check_consistency(&self) -> io::Result<()> {
         let master = self.confirmed_master().await?;
-        self.check_replicas(master).await?;
+        self.check_replicas_online(master).await?;
         let up = self.servers.iter().filter(|server| server.is_responsive()).count();
         for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.is_responsive()) {
             let known =
@@ -352,7 +352,7 @@ pub(super) fn other_than(old: SocketAddr, master: SocketAddr) -> io::Result<Sock
 }
 
 /// Returns the address of the master according to this sentinel.
-async fn named_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
+async fn query_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
     let command = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME];
     let answer = sentinel.send_command_args(&command).await?.into_result()?;
     let words: Vec<String> = answer.items().iter().filter_map(RedisReply::text).collect();
@@ -360,7 +360,7 @@ async fn named_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
 }
 
 /// Returns the role of a server: `master` or `slave`.
-async fn role(server: &RedisServer) -> io::Result<String> {
+async fn query_role(server: &RedisServer) -> io::Result<String> {
     let role = server.send_command_args(&["ROLE"]).await?.into_result()?;
     role.items().first().and_then(RedisReply::text).ok_or_else(|| not_yet(format!("{role:?}")))
 }

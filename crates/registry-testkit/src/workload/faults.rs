@@ -10,14 +10,15 @@ use super::{LONG, Workload, WorkloadOutcome};
 use crate::eventually::within;
 use crate::proxy::{FaultProxy, ProxyMode};
 
-/// Shorter than a lease of the workloads with [`Workload::pause_briefly`].
-const BRIEF: Duration = Duration::from_millis(1_500);
+/// The length of each pause in [`Workload::pause_briefly`]. It is shorter than the leases of the
+/// workloads that call it.
+const BRIEF_PAUSE: Duration = Duration::from_millis(1_500);
 
 /// The length of a lease extension that all stores accept.
-const RENEWAL: Duration = Duration::from_secs(5);
+const EXTENSION: Duration = Duration::from_secs(5);
 
 impl Workload {
-    /// Pauses and resumes a server twice, for less than a lease.
+    /// Pauses and resumes a server twice, each time for less than a lease.
     ///
     /// # Panics
     /// Panics if the clients make no progress, or with an error of `pause` or `resume`.
@@ -29,7 +30,7 @@ impl Workload {
         for _ in 0..2 {
             self.wait_for_progress().await;
             server.pause().expect("the server runs");
-            sleep(BRIEF).await;
+            sleep(BRIEF_PAUSE).await;
             server.resume().expect("the server is paused");
         }
         self.wait_for_progress().await;
@@ -55,8 +56,8 @@ impl Workload {
         self.wait_for_progress().await;
     }
 
-    /// Disturbs the connections of one client after the other, in all ways that a proxy can. The
-    /// other clients must make progress for at least `span` each time.
+    /// Causes eight faults one after the other. Each affects the connections of the next proxy, and
+    /// lasts for at least `span`. The clients must make progress during each fault, and after it.
     ///
     /// # Panics
     /// Panics if the clients make no progress, or with an error of the proxy.
@@ -160,7 +161,7 @@ pub async fn assert_releases_without_reply_free_their_keys(
         assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
         client.idle().await;
         assert!(next.is_held());
-        next.extend(RENEWAL).await.expect("the release has not freed the next grant");
+        next.extend(EXTENSION).await.expect("the release has not freed the next grant");
         unlock(next).await;
     }
 }

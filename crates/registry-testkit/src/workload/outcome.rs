@@ -12,10 +12,11 @@ use super::{REGISTRY_CLIENTS, RecordedLoss, WorkloadOptions};
 use crate::check::{CheckCounts, check, check_queued};
 use crate::history::{History, RecordedGrant, ReleaseResult, Window, WriteResult};
 
-/// The maximum delay, in nanoseconds, with which a holder on a loaded machine may notice the end of
-/// its lease.
+/// The maximum time after the next grant, in nanoseconds, in which a holder on a loaded machine may
+/// notice its loss.
 const LOSS_TOLERANCE: u64 = 2_000_000_000;
-/// The maximum delay, in nanoseconds, with which a holder on a loaded machine may report a loss.
+/// The maximum time after the end of its lease, in nanoseconds, in which a holder on a loaded
+/// machine may report a loss.
 const REPORT_TOLERANCE: u64 = 15_000_000_000;
 /// The minimum number of grants, and of writes. A workload with fewer of them proves nothing.
 const MIN_OPERATIONS: usize = 20;
@@ -28,7 +29,7 @@ pub struct WorkloadOutcome {
     pub history: History,
     /// The locks that were lost while held, in the order in which their holders were notified.
     pub losses: Vec<RecordedLoss>,
-    /// The errors that callers received.
+    /// The errors that callers received, except reports of a loss.
     pub errors: Vec<String>,
     /// The time that the verifier took to acquire all keys after the workload, one after the other.
     pub acquired_after: Duration,
@@ -84,8 +85,8 @@ impl WorkloadOutcome {
     }
 
     /// Asserts that all promises were kept, with one exception: a holder may notice late that the
-    /// store ended its lease, possibly after the next grant. It must notice the loss within two
-    /// seconds of the next grant, or by its release. Tokens and fenced writes must be safe.
+    /// store ended its lease, possibly after the next grant. Within two seconds of the next grant,
+    /// it must notice the loss or call its release. Tokens and fenced writes must be safe.
     ///
     /// # Panics
     /// Panics with the first broken promise.
@@ -135,7 +136,8 @@ impl WorkloadOutcome {
     }
 
     /// Asserts that all promises were kept, except that guards of a key may overlap within one of
-    /// `windows`. Each overlap must begin and end within the window. Returns the overlaps.
+    /// `windows`. Each overlap must begin and end within the window. Within `windows`, a registry
+    /// may also hand over a lost grant. Returns the overlaps.
     ///
     /// # Panics
     /// Panics with the first broken promise.
@@ -143,14 +145,14 @@ impl WorkloadOutcome {
         // A grant that overlaps a window may have released a lock that it no longer held, so its
         // release proves nothing.
         for grant in &mut self.history.grants {
-            let (called, end) = (grant.acquire.from, valid(grant).to);
+            let (called, end) = (grant.acquire.from, validity_window(grant).to);
             if let Some(release) = &mut grant.release
                 && windows.iter().any(|window| intersect(&Window::new(called, end), window))
             {
                 release.result = ReleaseResult::Unknown;
             }
         }
-        let overlaps = overlaps(&self.history);
+        let overlaps = find_overlaps(&self.history);
         for overlap in &overlaps {
             let first = &mut self.history.grants[overlap.first];
             let at = overlap.at;
@@ -172,14 +174,14 @@ impl WorkloadOutcome {
     }
 
     /// A registry that has not noticed its loss may hand the lock over between its callers, even
-    /// after another registry was granted it. Removes such grants if they ended in one of
-    /// `windows`, and returns their number.
+    /// after another registry was granted it. Removes such grants if the newer grant and their end
+    /// are in one of `windows`, and returns their number.
     fn remove_stale_hand_overs(&mut self, windows: &[Window]) -> usize {
         let hand_overs = u64::from(self.options.hand_overs);
         let before = self.history.grants.clone();
         self.history.grants.retain(|grant| {
             let of_key = || before.iter().filter(|other| other.key == grant.key);
-            let (token, ended) = (grant.token.unwrap_or(0), valid(grant).to);
+            let (token, ended) = (grant.token.unwrap_or(0), validity_window(grant).to);
             let handed_over = |newer: &RecordedGrant| {
                 of_key().any(|first| {
                     let first_token = first.token.unwrap_or(0);
@@ -198,7 +200,7 @@ impl WorkloadOutcome {
         before.len() - self.history.grants.len()
     }
 
-    /// Returns the reasons for which permanent holders lost their locks.
+    /// Returns the reasons for which locks of the steady keys were lost.
     #[must_use]
     pub fn steady_losses(&self) -> Vec<LostReason> {
         let steady = self.losses.iter().filter(|loss| self.options.steady.contains(&loss.key));
@@ -258,7 +260,7 @@ fn intersect(one: &Window, other: &Window) -> bool {
 }
 
 /// Returns the window in which the holder could believe that it held the lock.
-fn valid(grant: &RecordedGrant) -> Window {
+fn validity_window(grant: &RecordedGrant) -> Window {
     let released = grant.release.map(|release| release.window.from);
     let ends = [released, grant.lost, grant.valid_until];
     let from = grant.acquire.to;
@@ -266,17 +268,18 @@ fn valid(grant: &RecordedGrant) -> Window {
 }
 
 /// Returns all pairs of guards that were valid at the same time.
-fn overlaps(history: &History) -> Vec<ValidityOverlap> {
+fn find_overlaps(history: &History) -> Vec<ValidityOverlap> {
     let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for (number, grant) in history.grants.iter().enumerate() {
-        by_key.entry(&grant.key).or_default().push(number);
+    for (index, grant) in history.grants.iter().enumerate() {
+        by_key.entry(&grant.key).or_default().push(index);
     }
     let mut found = Vec::new();
     for (key, mut grants) in by_key {
-        grants.sort_by_key(|grant| valid(&history.grants[*grant]).from);
-        for (at, &first) in grants.iter().enumerate() {
-            let end = valid(&history.grants[first]).to;
-            let later = grants[at + 1..].iter().map(|&later| valid(&history.grants[later]));
+        grants.sort_by_key(|grant| validity_window(&history.grants[*grant]).from);
+        for (position, &first) in grants.iter().enumerate() {
+            let end = validity_window(&history.grants[first]).to;
+            let later =
+                grants[position + 1..].iter().map(|&later| validity_window(&history.grants[later]));
             let overlapping = later.take_while(|later| later.from < end);
             let overlapping = overlapping.filter(|later| later.from < later.to);
             found.extend(overlapping.map(|later| ValidityOverlap {

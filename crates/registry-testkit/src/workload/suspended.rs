@@ -21,7 +21,7 @@ const SUSPENDED: u32 = 7_001;
 /// `holder`, for [`Workload::end`]. Proves that:
 ///
 /// - `successor` acquires the lock.
-/// - The suspended process notices the loss as soon as it resumes.
+/// - The suspended process notices the loss after it resumes.
 /// - The suspended process affects its successor by neither a write nor a release.
 ///
 /// # Panics

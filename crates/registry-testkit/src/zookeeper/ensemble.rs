@@ -24,33 +24,34 @@ struct MemberProxies {
     from: usize,
     to: usize,
     /// Carries the replication traffic.
-    peers: FaultProxy,
+    replication: FaultProxy,
     /// Carries the election traffic. Of two members, the one with the smaller number drops its own
     /// connection in favour of one from the other member. It still sends its true address, so votes
-    /// could bypass the proxies. This proxy therefore refuses its connections.
-    votes: FaultProxy,
+    /// could bypass the proxies. The proxy for this member therefore refuses connections.
+    election: FaultProxy,
 }
 
 impl MemberProxies {
     async fn between(from: usize, to: usize, ports: &[Port; 2]) -> io::Result<Self> {
-        let [peers, votes] = ports;
-        let (peers, votes) = (FaultProxy::start(peers.addr())?, FaultProxy::start(votes.addr())?);
-        let link = Self { from, to, peers, votes };
-        if !link.carries_votes() {
-            link.votes.set_mode(ProxyMode::Refuse).await?;
+        let [replication, election] = ports;
+        let replication = FaultProxy::start(replication.addr())?;
+        let election = FaultProxy::start(election.addr())?;
+        let link = Self { from, to, replication, election };
+        if !link.carries_election() {
+            link.election.set_mode(ProxyMode::Refuse).await?;
         }
         Ok(link)
     }
 
-    /// Returns whether the election traffic uses the proxy `votes`.
-    fn carries_votes(&self) -> bool {
+    /// Returns whether the election traffic uses the proxy `election`.
+    fn carries_election(&self) -> bool {
         self.from > self.to
     }
 
     async fn set_mode(&self, mode: ProxyMode) -> io::Result<()> {
-        self.peers.set_mode(mode).await?;
-        if self.carries_votes() {
-            self.votes.set_mode(mode).await?;
+        self.replication.set_mode(mode).await?;
+        if self.carries_election() {
+            self.election.set_mode(mode).await?;
         }
         Ok(())
     }
@@ -109,13 +110,13 @@ impl ZooKeeperEnsemble {
     /// Returns the configuration lines of all members, with the addresses through which member
     /// `from` reaches them.
     fn server_lines_for(&self, from: usize) -> String {
-        let all = self.ports.iter().enumerate().map(|(to, [peers, votes])| {
+        let all = self.ports.iter().enumerate().map(|(to, [replication, election])| {
             let link = self.links.iter().find(|link| (link.from, link.to) == (from, to));
-            let (peers, votes) = match link {
-                Some(link) => (link.peers.addr(), link.votes.addr()),
-                None => (peers.addr(), votes.addr()),
+            let (replication, election) = match link {
+                Some(link) => (link.replication.addr(), link.election.addr()),
+                None => (replication.addr(), election.addr()),
             };
-            format!("server.{}={peers}:{}\n", to + 1, votes.port())
+            format!("server.{}={replication}:{}\n", to + 1, election.port())
         });
         all.collect()
     }

@@ -72,7 +72,7 @@ impl ZooKeeperOptions {
 
     /// Returns the configuration lines common to all servers with these options.
     pub(super) fn lines(&self) -> String {
-        let own = self.args.iter().flat_map(|setting| [setting, "\n"]);
-        SETTINGS.trim_start().chars().chain(own.flat_map(str::chars)).collect()
+        let settings = self.args.iter().flat_map(|setting| [setting, "\n"]);
+        SETTINGS.trim_start().chars().chain(settings.flat_map(str::chars)).collect()
     }
 }

@@ -72,7 +72,7 @@ impl ServerDescription for ZooKeeper {
     };
 
     fn program() -> PathBuf {
-        programs::server(JAVA_VARIABLE, "java")
+        programs::find(JAVA_VARIABLE, "java")
     }
 
     fn command(server: &ZooKeeperServer) -> io::Result<Command> {
@@ -124,14 +124,14 @@ impl ZooKeeperServer {
         lines.push_str(&format!("dataDir={}\n", self.data().display()));
         if let (Some(tls), Some(port)) = (&self.options.tls, &self.state) {
             // The server reads its key and certificate from one file.
-            let both = self.file("server.pem");
+            let key_and_cert = self.file("server.pem");
             let [key, cert] = [tls.server_key_file(), tls.server_cert_file()].map(fs::read);
-            fs::write(&both, [key?, cert?].concat())?;
+            fs::write(&key_and_cert, [key?, cert?].concat())?;
             let tls_lines = [
                 "serverCnxnFactory=org.apache.zookeeper.server.NettyServerCnxnFactory".to_owned(),
                 format!("secureClientPort={}", port.number()),
                 "secureClientPortAddress=127.0.0.1".to_owned(),
-                format!("ssl.keyStore.location={}", both.display()),
+                format!("ssl.keyStore.location={}", key_and_cert.display()),
                 format!("ssl.trustStore.location={}", tls.ca_file().display()),
             ];
             // The options come later, so that they override this default.
@@ -169,7 +169,7 @@ impl ZooKeeperServer {
 
     /// Returns the clients that are connected to this server and have a session.
     pub async fn clients(&self) -> io::Result<Vec<ClientStats>> {
-        Ok(self.send_command("cons").await?.lines().filter_map(ClientStats::read).collect())
+        Ok(self.send_command("cons").await?.lines().filter_map(ClientStats::parse).collect())
     }
 
     /// Ends a session from a second connection, as its own client could. The client then receives a
@@ -207,11 +207,11 @@ impl ZooKeeperServer {
         self.edit(["node", path, &session.to_string()]).await
     }
 
-    async fn edit(&self, what: [&str; 3]) -> io::Result<()> {
+    async fn edit(&self, args: [&str; 3]) -> io::Result<()> {
         let program = self.file("Edit.java");
         fs::write(&program, EDIT)?;
         let mut java = self.java();
-        java.arg(program).arg(self.data()).args(what);
+        java.arg(program).arg(self.data()).args(args);
         run_command::run(java, "").await.map(drop)
     }
 

@@ -31,7 +31,7 @@ impl ClientStats {
 
     /// Parses a line such as ` /127.0.0.1:4[1](queued=0,recved=12,sent=12,sid=0x10,…)`. Returns
     /// `None` for a connection without a session.
-    pub(super) fn read(line: &str) -> Option<Self> {
+    pub(super) fn parse(line: &str) -> Option<Self> {
         let fields = line.trim().split_once('(')?.1.trim_end_matches(')');
         let field = |name: &str| {
             let mut fields = fields.split(',').filter_map(|field| field.split_once('='));
@@ -73,10 +73,10 @@ const TRY_LIMIT: Duration = Duration::from_secs(1);
 /// session over in turn. Either connection may have the session when it ends, so this function
 /// retries.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
-    for number in 0..TRIES {
+    for attempt in 0..TRIES {
         let tried = timeout(TRY_LIMIT, take_over_and_close(addr, session)).await;
         match tried.unwrap_or_else(|late| Err(late.into())) {
-            Ok(false) if number == 0 => {
+            Ok(false) if attempt == 0 => {
                 return Err(io::Error::other(format!("the server knows no session {session:#x}")));
             }
             // Only the answer that the session is unknown proves that it has ended.

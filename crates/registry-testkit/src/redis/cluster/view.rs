@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 
-use super::{SLOTS, text};
+use super::{SLOTS, query_text};
 use crate::redis::server::RedisServer;
 
 /// The cluster as one node sees it.
@@ -24,12 +24,12 @@ pub(super) struct NodeInfo {
 }
 
 impl ClusterView {
-    pub(super) async fn of(server: &RedisServer) -> io::Result<Self> {
-        Ok(Self::read(&text(server, &["CLUSTER", "NODES"]).await?))
+    pub(super) async fn query(server: &RedisServer) -> io::Result<Self> {
+        Ok(Self::parse(&query_text(server, &["CLUSTER", "NODES"]).await?))
     }
 
-    fn read(lines: &str) -> Self {
-        Self(lines.lines().filter_map(NodeInfo::read).collect())
+    fn parse(lines: &str) -> Self {
+        Self(lines.lines().filter_map(NodeInfo::parse).collect())
     }
 
     pub(super) fn members(&self) -> impl Iterator<Item = &NodeInfo> {
@@ -60,7 +60,7 @@ impl ClusterView {
 }
 
 impl NodeInfo {
-    fn read(line: &str) -> Option<Self> {
+    fn parse(line: &str) -> Option<Self> {
         let mut words = line.split(' ');
         let id = words.next()?.to_owned();
         let _addr = words.next()?;
@@ -79,7 +79,7 @@ impl NodeInfo {
     }
 
     fn has_flag(&self, flag: &str) -> bool {
-        self.flags.split(',').any(|own| own == flag)
+        self.flags.split(',').any(|other| other == flag)
     }
 
     /// Returns whether the node's address is known and its handshake is complete.
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_view_is_parsed_from_cluster_nodes() {
-        let view = ClusterView::read(
+        let view = ClusterView::parse(
             "aa 127.0.0.1:7001@17001 myself,master - 0 0 5 connected 0-5459 5461 [5460->-bb]\n\
              bb 127.0.0.1:7002@17002,host master - 0 1 6 connected 5462-16383\n\
              cc 127.0.0.1:7003@17003 slave,fail aa 0 1 5 disconnected\n\
