@@ -29,7 +29,8 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 ///
 /// The token is the id of the transaction that created the holder's node. The token of an upgraded
 /// claim is the id of the upgrade's transaction. A claim that waited during the upgrade has the id
-/// of a later transaction as its token. Tokens grow as long as the servers keep their data.
+/// of a later transaction as its token. In Curator's semaphore, the token is the id of the
+/// transaction that granted the claim. Tokens grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to

@@ -451,7 +451,7 @@ impl ZkConfig {
         self.validate().map_err(|error| misconfigured(error.to_string()))
     }
 
-    /// Checks the paths of the nodes.
+    /// Checks the paths and names of the nodes, and the rights that the naming requires.
     fn check_paths(&self) -> Result<(), OptionError> {
         if self.chroot.as_deref().is_some_and(|chroot| !is_valid_path(chroot)) {
             let problem = "the chroot is not a valid path; an example is `/app`";
@@ -505,6 +505,8 @@ impl ZkConfig {
         Ok(())
     }
 
+    /// Checks that certificates can contain the servers' names. Also installs a default crypto
+    /// provider if the process has none.
     #[cfg(feature = "tls")]
     fn check_names_in_certificates(&self) -> Result<(), OptionError> {
         // The client library panics if a certificate cannot contain the server name.
@@ -727,7 +729,7 @@ pub(crate) fn lease_max(session_timeout: Duration) -> Duration {
 
 impl Acl {
     /// Parses `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, as
-    /// ZooKeeper's own shell prints it.
+    /// ZooKeeper's own shell accepts it.
     ///
     /// # Errors
     /// [`BackendError`] if `text` has none of these forms.
@@ -947,7 +949,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acl_list_parses_as_the_shell_prints_it() {
+    fn an_acl_list_parses_as_the_shell_accepts_it() {
         assert_eq!(Acl::parse("open").unwrap(), Acl::Open);
         assert_eq!(Acl::parse("creator").unwrap(), Acl::Creator);
         let Acl::List(list) = Acl::parse("world:anyone:r,digest:u:aGFzaA=:cdrwa").unwrap() else {

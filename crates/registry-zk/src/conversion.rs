@@ -86,8 +86,8 @@ async fn run_conversion(
         }
         let Some(node) = &state.node else { return Ok(Conversion::Lost) };
         let NodeGrant { mode, token } = node.grant;
-        let converted = claim.token_before_conversion();
-        let is_late = converted.is_some_and(|converted| i64::from(converted) != token);
+        let token_before = claim.token_before_conversion();
+        let is_late = token_before.is_some_and(|before| i64::from(before) != token);
         let is_done = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {
                 delete_upgrade_request(session, state).await?;
@@ -153,7 +153,7 @@ async fn upgrade(
         return Ok(Upgrade::Retry);
     };
     let names = queue.names();
-    let (Some(own), Some(request)) =
+    let (Some(own_index), Some(request_index)) =
         (queue.position_of(node.name()), queue.position_of(name_of(&upgrade.path)))
     else {
         // `resolve_conversion` detects which of the two was deleted.
@@ -163,11 +163,11 @@ async fn upgrade(
     // The claim holds the lock, so each claim before it is shared now. An exclusive or upgradable
     // claim behind it has never held the lock. The names of the nodes therefore suffice.
     let entries = names.iter().enumerate().map(|(index, name)| match index {
-        _ if index < own => QueuedEntry::Claim(ClaimMode::Shared),
-        _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),
+        _ if index < own_index => QueuedEntry::Claim(ClaimMode::Shared),
+        _ if index == own_index => QueuedEntry::Claim(ClaimMode::Upgradable),
         _ => parse_queued_entry(name),
     });
-    let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
+    let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own_index) {
         UpgradePosition::Free(blocking) => blocking,
         UpgradePosition::NoRequest => return Ok(Upgrade::Retry),
         UpgradePosition::Behind(reader) => {
@@ -191,7 +191,7 @@ async fn upgrade(
             }));
         }
     };
-    if blocking != request && queue.is_sequence_exhausted() {
+    if blocking != request_index && queue.is_sequence_exhausted() {
         // The transaction would not detect that another node with the same name has replaced this
         // node.
         let message = format!(

@@ -59,7 +59,7 @@ impl ZkBackend {
             ))),
             Err(error) => return Err(to_backend_error(&error)),
         }
-        if let Some(ensemble_members) = ensemble_members(session).await?
+        if let Some(ensemble_members) = read_ensemble_members(session).await?
             && ensemble_members.len() == 1
         {
             findings.push(Finding::note(
@@ -71,7 +71,7 @@ impl ZkBackend {
 }
 
 /// Returns the servers of the ensemble, or `None` if this client cannot read the configuration.
-async fn ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, BackendError> {
+async fn read_ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, BackendError> {
     // Older servers do not have the configuration node. This login may also lack the right to read
     // the node.
     let Ok((config, _)) = session.with_request_timeout(session.client().get_config()).await? else {

@@ -114,20 +114,20 @@ pub enum FenceError {
         /// The key.
         key: String,
     },
-    /// The servers refused one write and therefore executed no write.
+    /// The servers refused one write, or its path is not valid. No write was executed.
     #[error("write {step} (counted from 0) was refused")]
     #[non_exhaustive]
     Refused {
         /// Index of the refused write, from 0.
         step: usize,
-        /// The servers' error.
+        /// The error of the servers or the client library.
         source: Error,
     },
     /// The writes exceed [`FencedMulti::BYTES_MAX`]. Nothing was sent.
     #[error("the writes have {bytes} bytes; the limit is {max} bytes, so split them", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
-        /// The size of the writes with their paths.
+        /// The maximum size of the request with these writes.
         bytes: usize,
     },
     /// A store error. If [`BackendError::refused`] returns true, nothing was written. Otherwise the
@@ -153,9 +153,9 @@ impl Multi for LockGuard {
 }
 
 impl FencedMulti<'_> {
-    /// The maximum bytes of all writes together, with their paths. Servers close the connection
-    /// after a request of more than `jute.maxbuffer`, 1 MiB by default. The locks of a process
-    /// share this connection.
+    /// The maximum bytes of the request with all writes and their paths. Servers close the
+    /// connection after a request of more than `jute.maxbuffer`, 1 MiB by default. The locks of a
+    /// process share this connection.
     pub const BYTES_MAX: usize = REQUEST_BYTES_MAX;
 
     /// Adds a write that creates a persistent node, with the rights that this client gives to
@@ -195,7 +195,7 @@ impl FencedMulti<'_> {
     /// # Errors
     /// After these errors, nothing was written:
     /// - [`FenceError::Lost`] if the lock was lost,
-    /// - [`FenceError::Refused`] if the servers refuse one of the writes,
+    /// - [`FenceError::Refused`] if a path is not valid, or the servers refuse one of the writes,
     /// - [`FenceError::TooLarge`] if the writes exceed [`BYTES_MAX`](Self::BYTES_MAX).
     ///
     /// After [`FenceError::Store`], the writes may have been executed.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use registry_core::Moment;
 
 /// The heads of the queues in one session. The cache stores hashes of paths and names. A collision
-/// only makes a check early.
+/// only makes a check early or late.
 #[derive(Default)]
 pub(crate) struct HeadCache {
     hasher: RandomState,

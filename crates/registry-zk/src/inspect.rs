@@ -163,7 +163,7 @@ impl ZkBackend {
                 semaphore::read_holders(&session, key, &dir).await?.paths
             } else {
                 let holders = read_holders(&session, &dir).await?;
-                holders.names().map(|name| format!("{dir}/{name}")).collect()
+                holders.names_to_release().map(|name| format!("{dir}/{name}")).collect()
             };
             if paths.is_empty() {
                 break;
@@ -198,7 +198,7 @@ fn since(ctime: i64) -> Option<Duration> {
     SystemTime::now().duration_since(created_at).ok()
 }
 
-/// The number of keys that are read concurrently.
+/// The maximum number of keys, or of nodes of one key, that are read concurrently.
 const CONCURRENT_READS: usize = 64;
 
 /// The maximum number of attempts per key while its holders change between two reads.

@@ -24,9 +24,9 @@ use crate::session::ZkSession;
 pub(crate) const LOCK_DATA: &[u8] = b"";
 
 /// Ensures that the token of the claim is larger than those of all earlier holders. Changes nothing
-/// if the claim is already granted. No node may block the claim. `last_write` is the last
-/// transaction that wrote the lock's node, from the same read as the list of the queue. Returns
-/// false if the caller must try again.
+/// if the claim is already granted. Call it only if no node blocks the claim. `last_write` is the
+/// last transaction that wrote the lock's node, from the same read as the list of the queue.
+/// Returns false if the caller must try again.
 pub(crate) async fn ensure_largest_token(
     session: &ZkSession,
     entry: &QueueEntry,

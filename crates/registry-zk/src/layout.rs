@@ -26,8 +26,8 @@ pub enum Naming {
     /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
     Kazoo,
     /// `_c_UUID-__WRIT__NUMBER` for exclusive claims and `_c_UUID-__READ__NUMBER` for shared
-    /// claims, as in Apache Curator's `InterProcessReadWriteLock`. Programs with the other names do
-    /// not wait for such nodes, nor the reverse. Only with [`Layout::Curator`].
+    /// claims, as in Apache Curator's `InterProcessReadWriteLock`. Contenders with these names and
+    /// contenders with other names do not wait for each other. Only with [`Layout::Curator`].
     CuratorReadWrite,
     /// Nodes for exclusive claims and permits, as in Apache Curator's `InterProcessSemaphoreV2`:
     /// `locks/_c_UUID-lock-NUMBER` for each waiter, and `leases/_c_UUID-lease-NUMBER` for each

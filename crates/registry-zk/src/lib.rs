@@ -10,15 +10,15 @@
 //! of renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
 //! All locks of a backend share one session. One request renews the session with all its locks.
-//! Several thousand locks need further sessions, because the servers end a session by one
-//! transaction of limited size. [`Layout`] and [`Naming`] set the path and the name of a lock's
-//! nodes. [`Layout`] contains this library's own form and the form of Apache Curator, which Spring
+//! The backend opens further sessions from about 1,000 locks on, because a session can watch a
+//! limited number of nodes. [`Layout`] and [`Naming`] set the path and the name of a lock's nodes.
+//! [`Layout`] contains this library's own form and the form of Apache Curator, which Spring
 //! Integration uses. [`Naming`] contains the forms of Apache Curator and kazoo. Programs that use
 //! the same layout and naming share the locks.
 //!
 //! The fencing token is the id of the transaction that created the holder's node (`czxid`), or a
-//! later one after an upgrade. Use [`Multi`] to protect data in ZooKeeper. The writes of a multi
-//! request succeed only if the holder's node still exists.
+//! later one after an upgrade or in Curator's semaphore. Use [`Multi`] to protect data in
+//! ZooKeeper. The writes of a multi request succeed only if the holder's node still exists.
 //!
 //! # Examples
 //! ```no_run

@@ -276,8 +276,8 @@ impl QueueHolders {
     }
 
     /// Returns all nodes that a forced release deletes.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.granted.iter().map(|(name, _)| &**name).chain(self.requests.iter().map(|it| &**it))
+    pub(crate) fn names_to_release(&self) -> impl Iterator<Item = &str> {
+        self.granted.iter().map(|(name, _)| &**name).chain(self.requests.iter().map(|name| &**name))
     }
 
     /// Returns the holders of `key`, in the order of their tokens.
@@ -316,8 +316,7 @@ async fn read_holders_in(
 ) -> Result<Option<QueueHolders>, BackendError> {
     let names = queue.names();
     let (mut entries, mut nodes) = (Vec::new(), Vec::new());
-    // No node behind an exclusive claim that was not converted is granted, so such a claim ends the
-    // search.
+    // No node behind a claim that is exclusive now is granted, so such a claim ends the search.
     while entries.last() != Some(&EXCLUSIVE) && entries.len() < names.len() {
         let rest = &names[entries.len()..];
         let exclusive = rest.iter().position(|name| parse_queued_entry(name) == EXCLUSIVE);

@@ -1,8 +1,8 @@
-//! The data of a claim's node: a JSON object. It states the mode of a claim that was converted, and
-//! of a claim in Curator's semaphore. It also states the token of a claim that was downgraded. The
-//! rest is for operators. If the data states no token, the token is the transaction that last wrote
-//! the data. This transaction created the node, upgraded the claim, or gave it a later token (see
-//! `later_token`).
+//! The data of a claim's node: a JSON object. It states the mode of a claim that was converted. In
+//! Curator's semaphore, it states the mode of permits and of the exclusive holder. It also states
+//! the token of a claim that was downgraded. The rest is for operators. If the data states no
+//! token, the token is the transaction that last wrote the data. This transaction created the node,
+//! upgraded the claim, or gave it a later token (see `later_token`).
 
 use std::borrow::Cow;
 
@@ -130,7 +130,7 @@ fn host() -> String {
     std::env::var("COMPUTERNAME").unwrap_or_default()
 }
 
-/// The maximum length of another program's text that is used as a label.
+/// The maximum bytes of another program's text that is used as a label.
 const LABEL_MAX: usize = 1024;
 
 #[cfg(test)]

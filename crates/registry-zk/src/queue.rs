@@ -118,7 +118,8 @@ struct Contender<'a> {
 
 /// Returns the parts of a name in the form of Curator or kazoo. Returns `None` for any other child.
 fn parse_contender(name: &str) -> Option<Contender<'_>> {
-    // Only one of these markers is directly before the number of a name.
+    // `MARKERS` lists `-lock-` before `lock-`, which it contains. Apart from these two, only one
+    // marker is directly before the number of a name.
     MARKERS.into_iter().find_map(|marker| {
         let at = name.rfind(marker)?;
         let number = parse_number(&name[at + marker.len()..])?;

@@ -134,7 +134,7 @@ impl WatchedNodes {
     }
 
     /// Returns a future that waits until a watch fires. Without a watch, it waits forever.
-    pub(crate) fn change(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
+    pub(crate) fn wait_for_change(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
         let watches: Vec<_> =
             self.nodes.iter().filter_map(|(_, watch)| Some(watch.as_ref()?.0.clone())).collect();
         async move {
@@ -260,7 +260,7 @@ impl ClaimState {
     }
 
     /// Returns the nodes that the claim waits for, or its upgrade if `claim` is a conversion.
-    pub(crate) fn waits_for(&self, claim: &Claim) -> Option<&WatchedNodes> {
+    pub(crate) fn awaited_nodes(&self, claim: &Claim) -> Option<&WatchedNodes> {
         if claim.is_conversion() {
             return self.upgrade.as_ref()?.reader.as_ref();
         }

@@ -92,7 +92,7 @@ fn keeps_entry(session: &ZkSession, claim: &Claim) -> bool {
 /// The result of one step of an attempt.
 enum Step {
     Done(Attempt),
-    /// The connection broke, or another client deleted a node. The next step repeats the work.
+    /// The connection broke, or a node was missing. The next step repeats the work.
     Retry,
     /// The queue changed during the step. The next step reads it again.
     QueueChanged,
@@ -155,13 +155,13 @@ async fn run_step(
     let children = exclude_missing_on_majority(state, names);
     let queue = sort_contenders(session, &entry.dir, children).await?;
     let Some(node) = &state.node else { return Ok(Step::Retry) };
-    let Some(own) = queue.position_of(node.name()) else {
+    let Some(own_index) = queue.position_of(node.name()) else {
         // Another client has deleted the claim's node.
         delete_upgrade_request(session, state).await?;
         state.clear_node();
         return Ok(Step::Retry);
     };
-    let before = &queue.names()[..own];
+    let before = &queue.names()[..own_index];
     // The queue of Curator's semaphore is that of an exclusive lock.
     let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
     let (dir, watched) = (&entry.dir, state.blockers.as_ref());
@@ -195,8 +195,8 @@ async fn run_step(
     }
 }
 
-/// Finds out what became of the requests whose outcome is unknown, and deletes the node of an
-/// expired grant.
+/// Determines the outcome of requests whose outcome is unknown, and deletes the node of an expired
+/// grant.
 async fn settle_node(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -253,8 +253,8 @@ async fn wait_or_withdraw(
     })))
 }
 
-/// Creates the node of `claim` and returns all children of `dir`. Returns `None` if the caller must
-/// try again. This happens after the creation of missing parents and after a lost connection.
+/// Creates the node of `claim` and returns all children of its parent. Returns `None` if the caller
+/// must try again. This happens after the creation of missing parents and after a lost connection.
 async fn create_node(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -357,7 +357,7 @@ pub(crate) async fn is_blocked_as_before(
     }
     tokio::select! {
         biased;
-        () = watched.change() => {
+        () = watched.wait_for_change() => {
             // A watch also fires when the client that set it is stopped. The session then continues
             // on a new client.
             session.wait_until_connected().await?;
@@ -373,7 +373,7 @@ pub(crate) async fn is_blocked_as_before(
 /// Returns whether watches report every change that may let the claim be granted.
 pub(crate) fn are_blockers_watched(session: &ZkSession, entry: &QueueEntry, claim: &Claim) -> bool {
     let Ok(state) = entry.state.try_lock() else { return false };
-    session.is_healthy() && state.waits_for(claim).is_some_and(WatchedNodes::are_unchanged)
+    session.is_healthy() && state.awaited_nodes(claim).is_some_and(WatchedNodes::are_unchanged)
 }
 
 /// Removes the nodes that only the connected server has.
@@ -489,8 +489,9 @@ pub(crate) async fn end_lost_claim(
 
 /// Returns whether the claim's own node exists. Sets a watch on the node if possible.
 ///
-/// Needs no request if a watch was set before the confirmation and has not fired, and if the client
-/// has not reconnected since. The node then still exists.
+/// Sends one request for each further unit in Curator's semaphore. The own node needs no request if
+/// a watch was set before the confirmation and has not fired, and if the client has not reconnected
+/// since. The node then still exists.
 async fn verify_own_node(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,
@@ -499,7 +500,7 @@ async fn verify_own_node(
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
     // Only the first unit is watched.
-    if !semaphore::exist(session, &state.further_unit_paths).await? {
+    if !semaphore::all_exist(session, &state.further_unit_paths).await? {
         return Ok(false);
     }
     let reconnects = session.reconnects();
@@ -562,7 +563,7 @@ fn request_verification_when_fired(
 /// arrives: the engine limits this wait and polls.
 pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
     let _wait_guard = entry.begin_wait();
-    let change = entry.state.lock().await.waits_for(claim).map(WatchedNodes::change);
+    let change = entry.state.lock().await.awaited_nodes(claim).map(WatchedNodes::wait_for_change);
     if let Some(change) = change {
         change.await;
     }
@@ -591,7 +592,7 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
     let Blockers::Nodes(blockers) = found else { return };
     let watched = watch_blockers(session, dir, names, claim.key(), blockers, None).await;
     if let Ok(Some((watched, _))) = watched {
-        watched.change().await;
+        watched.wait_for_change().await;
     }
 }
 
@@ -662,7 +663,7 @@ async fn search_and_release(
     Ok(release)
 }
 
-/// Starts tasks that release all abandoned claims of `session`.
+/// Starts tasks that release all abandoned claims of `session` and delete lapsed upgrade requests.
 pub(crate) fn release_abandoned(session: &Arc<ZkSession>) {
     let now = Moment::now();
     for (claim, entry) in session.entries() {

@@ -31,7 +31,7 @@ use crate::session::ZkSession;
 use crate::units::unit_data;
 
 /// Returns the name of a unit's node without the sequence number.
-fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
+fn unit_prefix(session: &ZkSession, claim: ClaimId) -> String {
     format!("{}-lease-", claim_prefix(claim, session.config().naming))
 }
 
@@ -59,11 +59,11 @@ pub(crate) async fn units_exist(
     let synced = session.with_request_timeout(session.client().sync(&node.path)).await?;
     synced.map_err(|error| to_backend_error(&error).as_unknown())?;
     let first = std::slice::from_ref(&node.path);
-    Ok(exist(session, first).await? && exist(session, &state.further_unit_paths).await?)
+    Ok(all_exist(session, first).await? && all_exist(session, &state.further_unit_paths).await?)
 }
 
-/// Returns whether all of these nodes exist.
-pub(crate) async fn exist(session: &ZkSession, paths: &[String]) -> Result<bool, BackendError> {
+/// Returns whether all of these nodes exist and belong to this session.
+pub(crate) async fn all_exist(session: &ZkSession, paths: &[String]) -> Result<bool, BackendError> {
     let found = try_join_all(paths.iter().map(async |path| {
         let client = session.client();
         let request = client.check_stat(path);
@@ -99,13 +99,13 @@ async fn try_grant_head(
     keeps_entry: bool,
 ) -> Result<SemaphoreAttempt, BackendError> {
     let leases = leases_of(&entry.dir);
-    let (taken, watch) = read_leases(session, &leases, keeps_entry).await?;
+    let (taken, watch) = count_units(session, &leases, keeps_entry).await?;
     if is_free(claim, taken) {
         return match claim.mode() {
             ClaimMode::Permits { take, .. } => {
                 take_units(session, &leases, state, claim, take).await
             }
-            _ => mark_exclusive(session, state, claim).await,
+            _ => grant_exclusive(session, state, claim).await,
         };
     }
     if !keeps_entry {
@@ -144,25 +144,27 @@ pub(crate) async fn wait_for_predecessor(
     if claim.mode() == ClaimMode::Exclusive {
         return Ok(false);
     }
-    let (taken, _) = read_leases(session, &leases_of(&entry.dir), false).await?;
+    let (taken, _) = count_units(session, &leases_of(&entry.dir), false).await?;
     if !is_free(claim, taken) {
         return Ok(false);
     }
     // The claim has a node, which the engine must release after an error.
-    let exclusive = read_exclusive(session, &entry.dir).await;
+    let exclusive = read_exclusive_holder(session, &entry.dir).await;
     if exclusive.map_err(BackendError::as_unknown)?.is_some() {
         return Ok(false);
     }
     let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await;
     Ok(match watched.map_err(BackendError::as_unknown)? {
-        Some((watched, _)) => timeout(PREDECESSOR_WAIT_MAX, watched.change()).await.is_ok(),
+        Some((watched, _)) => {
+            timeout(PREDECESSOR_WAIT_MAX, watched.wait_for_change()).await.is_ok()
+        }
         None => true,
     })
 }
 
 /// Returns the number of taken units. Also returns a watch on changes of this number if requested
 /// and if the watch budget allows.
-async fn read_leases(
+async fn count_units(
     session: &ZkSession,
     leases: &str,
     is_watched: bool,
@@ -192,8 +194,8 @@ async fn read_leases(
     }
 }
 
-/// Writes the mode of the exclusive claim at the head of the queue into the data of its node.
-async fn mark_exclusive(
+/// Grants the exclusive claim at the head of the queue: writes the mode into the data of its node.
+async fn grant_exclusive(
     session: &ZkSession,
     state: &mut ClaimState,
     claim: &Claim,
@@ -225,7 +227,7 @@ async fn take_units(
     take: u32,
 ) -> Result<SemaphoreAttempt, BackendError> {
     let Some(node) = &state.node else { return Ok(SemaphoreAttempt::Retry) };
-    let path = format!("{leases}/{}", lease_prefix(session, claim.id()));
+    let path = format!("{leases}/{}", unit_prefix(session, claim.id()));
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
     let (first, other) = (unit_data(claim, true), unit_data(claim, false));
     let client = session.client();
@@ -298,23 +300,23 @@ pub(crate) async fn resolve_units(
     state: &mut ClaimState,
     claim: ClaimId,
 ) -> Result<(), BackendError> {
-    let mut own = Vec::new();
+    let mut own_units = Vec::new();
     for path in find_units(session, &entry.dir, claim).await? {
         let found = session.with_request_timeout(session.client().get_data(&path)).await?;
         match found {
             Ok((data, stat)) if stat.ephemeral_owner == session.id() => {
-                own.push((path, stat.czxid, decode_stated_mode(&data)));
+                own_units.push((path, stat.czxid, decode_stated_mode(&data)));
             }
             Ok(_) => delete(session, &path).await.map(drop).map_err(BackendError::as_unknown)?,
             Err(Error::NoNode) => {}
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
     }
-    let mut own = own.into_iter();
-    if let Some((path, czxid, mode)) = own.next() {
+    let mut own_units = own_units.into_iter();
+    if let Some((path, czxid, mode)) = own_units.next() {
         let grant = NodeGrant { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
         state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
-        state.further_unit_paths = own.map(|(path, ..)| path).collect();
+        state.further_unit_paths = own_units.map(|(path, ..)| path).collect();
     }
     Ok(())
 }
@@ -326,7 +328,7 @@ pub(crate) async fn find_units(
     claim: ClaimId,
 ) -> Result<Vec<String>, BackendError> {
     let leases = leases_of(queue);
-    let prefix = lease_prefix(session, claim);
+    let prefix = unit_prefix(session, claim);
     let mut names: Vec<_> = match read_children(session, &leases).await? {
         Ok(children) => children.into_iter().filter(|name| name.starts_with(&prefix)).collect(),
         Err(Error::NoNode) => Vec::new(),
@@ -339,7 +341,7 @@ pub(crate) async fn find_units(
 /// Waits until the number of taken units changes, unless `claim` could be granted now. Returns at
 /// once if a request fails.
 pub(crate) async fn wait_for_units(session: &Arc<ZkSession>, queue: &str, claim: &Claim) {
-    let Ok((taken, watch)) = read_leases(session, &leases_of(queue), true).await else { return };
+    let Ok((taken, watch)) = count_units(session, &leases_of(queue), true).await else { return };
     match watch {
         _ if is_free(claim, taken) => {}
         Some(watch) => watch.wait_until_fired().await,
@@ -386,7 +388,8 @@ pub(crate) async fn read_holders(
         found.holders.push(holder(key, mode, &data, stat.czxid));
     }
     if found.paths.is_empty()
-        && let Some((path, data, stat)) = read_exclusive(session, &format!("{dir}/{QUEUE}")).await?
+        && let Some((path, data, stat)) =
+            read_exclusive_holder(session, &format!("{dir}/{QUEUE}")).await?
     {
         found.paths.push(path);
         found.holders.push(holder(key, ClaimMode::Exclusive, &data, stat.mzxid));
@@ -396,7 +399,7 @@ pub(crate) async fn read_holders(
 }
 
 /// Reads the head of the queue if its claim holds the exclusive lock. Otherwise returns `None`.
-async fn read_exclusive(
+async fn read_exclusive_holder(
     session: &Arc<ZkSession>,
     queue: &str,
 ) -> Result<Option<(String, Vec<u8>, Stat)>, BackendError> {
@@ -424,7 +427,7 @@ pub(crate) async fn read_waiting(
         Err(error) => return Err(to_backend_error(&error)),
     };
     let mut names = sort_contenders(session, queue, children).await?.names().to_vec();
-    if let Some((exclusive, ..)) = read_exclusive(session, queue).await? {
+    if let Some((exclusive, ..)) = read_exclusive_holder(session, queue).await? {
         names.retain(|name| format!("{queue}/{name}") != exclusive);
     }
     Ok(names)

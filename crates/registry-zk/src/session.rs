@@ -372,7 +372,7 @@ impl ConnectBackoff {
     /// therefore share one attempt.
     fn check_pause(&self) -> Result<(), BackendError> {
         let Some((at, error)) = &self.last_failure else { return Ok(()) };
-        let pause = OPEN_PAUSE_MIN.saturating_mul(1 << self.failures.min(6)).min(OPEN_PAUSE_MAX);
+        let pause = OPEN_PAUSE_BASE.saturating_mul(1 << self.failures.min(6)).min(OPEN_PAUSE_MAX);
         if Moment::now() < at.after(pause) { Err(error.clone()) } else { Ok(()) }
     }
 
@@ -400,7 +400,7 @@ struct SessionEntries {
     /// The same, but a claim on several permits of Curator's semaphore counts with only its queue
     /// node and one unit. The client watches no other unit of the claim.
     watch_bytes: usize,
-    /// The time at which an entry was last removed.
+    /// The time at which an entry was last removed, or the session was opened.
     last_removal_at: Moment,
 }
 
@@ -524,9 +524,9 @@ pub(crate) struct ZkSession {
     /// The leader's wall clock when it created the newest node of this session, and the time of the
     /// response.
     server_time: Mutex<Option<(Duration, Moment)>>,
-    /// The time at which the last request to a majority was sent.
+    /// The time at which a confirmation by a majority was last requested.
     majority_requested_at: Mutex<Moment>,
-    /// The time at which the last request to the leader was sent.
+    /// The time at which a confirmation by the leader was last requested.
     leader_requested_at: Mutex<Moment>,
     /// The next confirmation for each value of [`ConfirmedBy`], until its request is sent.
     next_confirmations: [Mutex<Option<SharedConfirmation>>; 2],
@@ -671,8 +671,8 @@ impl ZkSession {
         *lock(&self.server_time)
     }
 
-    /// Waits until the client is connected. Without a connection, the client library could send a
-    /// request much later.
+    /// Waits until the client is connected, for at most the request time-out. Without a connection,
+    /// the client library could send a request much later.
     pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         if self.is_connected() {
             return Ok(());
@@ -959,7 +959,7 @@ const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause between a failure to open a session only to watch more nodes and the next attempt.
 const EXTRA_SESSION_PAUSE: Duration = Duration::from_secs(30);
 
-/// The minimum pause between two requests to the leader for waiters.
+/// The minimum pause between two confirmations by the leader for waiters.
 const LEADER_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long the pool records that a claim's session has ended.
@@ -979,7 +979,7 @@ const ATTACH_PAUSE: Duration = Duration::from_millis(500);
 /// The maximum number of concurrent attempts to open a session.
 const CONCURRENT_CONNECTS: u32 = 8;
 
-/// The pause after the first failure to open a session. The pause doubles with each further
+/// Half of the pause after the first failure to open a session. The pause doubles with each further
 /// failure.
-const OPEN_PAUSE_MIN: Duration = Duration::from_millis(20);
+const OPEN_PAUSE_BASE: Duration = Duration::from_millis(20);
 const OPEN_PAUSE_MAX: Duration = Duration::from_secs(1);

@@ -44,7 +44,7 @@ impl ZkBackend {
         let synced = session.with_request_timeout(synced).await?;
         synced.map_err(|error| to_backend_error(&error))?;
         let value = match session.with_request_timeout(read).await? {
-            Ok((stored, _)) => Some(LockValue::decode(&stored).ok_or_else(foreign_value)?),
+            Ok((stored, _)) => Some(LockValue::decode(&stored).ok_or_else(foreign_value_error)?),
             Err(Error::NoNode) => None,
             Err(error) => return Err(to_backend_error(&error)),
         };
@@ -124,7 +124,7 @@ async fn write(
     Ok(response.map(drop))
 }
 
-fn foreign_value() -> BackendError {
+fn foreign_value_error() -> BackendError {
     BackendError::new(
         BackendErrorKind::Protocol,
         "zookeeper: another program has written the value of the lock; delete its node",
