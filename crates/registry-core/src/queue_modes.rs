@@ -58,9 +58,9 @@ pub fn queue_position(before: &[QueuedEntry], mode: ClaimMode) -> QueuePosition 
     for entry in before {
         if let (
             QueuedEntry::Claim(held @ ClaimMode::Permits { of, .. }),
-            ClaimMode::Permits { of: own, .. },
+            ClaimMode::Permits { of: stated, .. },
         ) = (*entry, mode)
-            && of != own
+            && of != stated
             && summary.grants(held)
         {
             return QueuePosition::UnitsMismatch(of);
@@ -89,22 +89,23 @@ pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
     entries.iter().map(is_granted).collect()
 }
 
-/// Returns the position of an upgrade of the upgradable claim with the index `own`, which holds the
-/// key.
+/// Returns the position of an upgrade of the upgradable claim with the index `claim_index`, which
+/// holds the key.
 ///
 /// A waiting reader does not delay the upgrade: it waits for the upgraded claim too.
 #[must_use]
-pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition {
+pub fn upgrade_position(entries: &[QueuedEntry], claim_index: usize) -> UpgradePosition {
     let granted = granted_entries(entries);
     let is_ignored = |index: usize| {
         entries[index] == QueuedEntry::Claim(ClaimMode::Shared)
             && mutated(Mutant::QueuedUpgradeAlongsideReaders)
     };
-    let holds = |&index: &usize| index != own && granted[index] && !is_ignored(index);
+    let holds = |&index: &usize| index != claim_index && granted[index] && !is_ignored(index);
     if let Some(other) = (0..entries.len()).rfind(holds) {
         return UpgradePosition::Behind(other);
     }
-    let blocks_readers = |index: &usize| *index != own && entries[*index].blocks(ClaimMode::Shared);
+    let blocks_readers =
+        |index: &usize| *index != claim_index && entries[*index].blocks(ClaimMode::Shared);
     match (0..entries.len()).find(blocks_readers) {
         Some(blocking) => UpgradePosition::Free(blocking),
         None => UpgradePosition::NoRequest,
@@ -115,8 +116,8 @@ impl QueuedEntry {
     /// Returns whether this entry blocks every later claim of this mode, even if units are free.
     fn blocks(self, mode: ClaimMode) -> bool {
         match (self, mode) {
-            (Self::Claim(ClaimMode::Permits { of, .. }), ClaimMode::Permits { of: own, .. }) => {
-                of != own
+            (Self::Claim(ClaimMode::Permits { of, .. }), ClaimMode::Permits { of: stated, .. }) => {
+                of != stated
             }
             (Self::Claim(earlier), _) => !earlier.is_compatible(mode),
             (Self::UpgradeRequest, _) => true,
@@ -185,15 +186,15 @@ mod tests {
         QueuedEntry::Claim(ClaimMode::Permits { take, of })
     }
 
-    fn position(before: &[QueuedEntry], own: QueuedEntry) -> QueuePosition {
-        let QueuedEntry::Claim(mode) = own else { panic!("a request has no position") };
+    fn position(before: &[QueuedEntry], entry: QueuedEntry) -> QueuePosition {
+        let QueuedEntry::Claim(mode) = entry else { panic!("an upgrade request has no position") };
         queue_position(before, mode)
     }
 
     #[test]
     fn a_claim_is_granted_if_all_before_it_are_compatible() {
         use QueuePosition::{Behind, Granted};
-        for (before, own, expected) in [
+        for (before, entry, expected) in [
             (&[][..], X, Granted),
             (&[S][..], X, Behind(0)),
             (&[S, S, U], X, Behind(2)),
@@ -207,14 +208,14 @@ mod tests {
             (&[p(1, 3)], S, Behind(0)),
             (&[p(1, 3)], X, Behind(0)),
         ] {
-            assert_eq!(position(before, own), expected, "{own:?} behind {before:?}");
+            assert_eq!(position(before, entry), expected, "{entry:?} behind {before:?}");
         }
     }
 
     #[test]
     fn permits_are_granted_in_order_while_their_units_fit() {
         use QueuePosition::{Behind, Granted, TooFewUnits, UnitsMismatch};
-        for (before, own, expected) in [
+        for (before, entry, expected) in [
             (&[p(2, 5)][..], p(3, 5), Granted),
             (&[p(2, 5)], p(4, 5), TooFewUnits),
             // The second permit waits, and the third permit does not overtake it.
@@ -223,14 +224,14 @@ mod tests {
             (&[X, p(2, 5)], p(1, 4), Behind(1)),
             (&[p(u32::MAX, u32::MAX), p(u32::MAX, u32::MAX)], p(1, u32::MAX), TooFewUnits),
         ] {
-            assert_eq!(position(before, own), expected, "{own:?} behind {before:?}");
+            assert_eq!(position(before, entry), expected, "{entry:?} behind {before:?}");
         }
     }
 
     #[test]
     fn an_upgrade_waits_for_readers_that_hold_and_for_no_others() {
         use UpgradePosition::{Behind, Free, NoRequest};
-        for (entries, own, expected) in [
+        for (entries, claim_index, expected) in [
             (&[U][..], 0, NoRequest),
             (&[U, R][..], 0, Free(1)),
             (&[S, U, R], 1, Behind(0)),
@@ -241,7 +242,7 @@ mod tests {
             (&[U, S, X, S, R], 0, Behind(1)),
             (&[U, U, S, R], 0, Behind(2)),
         ] {
-            assert_eq!(upgrade_position(entries, own), expected, "{entries:?}");
+            assert_eq!(upgrade_position(entries, claim_index), expected, "{entries:?}");
         }
     }
 
@@ -286,22 +287,23 @@ mod tests {
     fn an_upgraded_claim_holds_alone_whichever_others_leave() {
         for queue in all_queues() {
             let granted = granted_entries(&queue);
-            for own in (0..queue.len()).filter(|own| queue[*own] == U && granted[*own]) {
-                let UpgradePosition::Free(blocking) = upgrade_position(&queue, own) else {
+            for upgraded in (0..queue.len()).filter(|index| queue[*index] == U && granted[*index]) {
+                let UpgradePosition::Free(blocking) = upgrade_position(&queue, upgraded) else {
                     continue;
                 };
                 for leaving in 0..1_u32 << queue.len() {
                     let stays = |index: usize| leaving & (1 << index) == 0;
-                    if !stays(own) || !stays(blocking) {
+                    if !stays(upgraded) || !stays(blocking) {
                         continue;
                     }
                     // Before and after the claim becomes exclusive.
                     for mode in [U, X] {
-                        let left = (0..queue.len()).filter(|index| stays(*index));
-                        let left = left.map(|index| if index == own { mode } else { queue[index] });
-                        let left: Vec<_> = left.collect();
-                        let holders = granted_entries(&left).into_iter().filter(|it| *it).count();
-                        assert_eq!(holders, 1, "{left:?} of {queue:?}");
+                        let kept = (0..queue.len()).filter(|index| stays(*index));
+                        let kept =
+                            kept.map(|index| if index == upgraded { mode } else { queue[index] });
+                        let kept: Vec<_> = kept.collect();
+                        let holders = granted_entries(&kept).into_iter().filter(|it| *it).count();
+                        assert_eq!(holders, 1, "{kept:?} of {queue:?}");
                     }
                 }
             }

@@ -194,22 +194,22 @@ impl LockRecord {
         next_token: impl FnOnce() -> Result<FencingToken, E>,
     ) -> Result<Attempt, E> {
         self.remove_expired(now);
-        let own = self.entries.iter().position(|entry| entry.id == claim.id());
+        let own_index = self.entries.iter().position(|entry| entry.id == claim.id());
         if claim.is_conversion() {
-            return self.convert(own, claim, now, next_token);
+            return self.convert(own_index, claim, now, next_token);
         }
-        if let Some(entry) = own.map(|own| &self.entries[own])
+        if let Some(entry) = own_index.map(|index| &self.entries[index])
             && let Some(token) = entry.token
         {
             return Ok(Attempt::Granted(Grant::new(token, between(now, entry.until))));
         }
         if let Some(busy) = self.busy(claim, now) {
-            return Ok(Attempt::Busy(self.queue(own, claim, now, busy)));
+            return Ok(Attempt::Busy(self.queue(own_index, claim, now, busy)));
         }
         let token = next_token()?;
         let granted = RecordEntry { token: Some(token), ..RecordEntry::new(claim, now) };
-        match own {
-            Some(own) => self.entries[own] = granted,
+        match own_index {
+            Some(index) => self.entries[index] = granted,
             None => self.entries.push(granted),
         }
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
@@ -251,12 +251,12 @@ impl LockRecord {
             Ok::<_, std::convert::Infallible>(FencingToken::MAX)
         });
         let Ok(attempt) = attempt;
-        let own = self.entries.iter().position(|entry| entry.id == claim.id());
-        match own {
-            Some(own) if is_new => {
+        let own_index = self.entries.iter().position(|entry| entry.id == claim.id());
+        match own_index {
+            Some(index) if is_new => {
                 let others = self.entries.iter().filter(|entry| entry.id != claim.id());
                 let until_of_others = others.map(|entry| entry.until).max().unwrap_or(0);
-                RecordChange::Grant(self.new_grant(own, until_of_others))
+                RecordChange::Grant(self.new_grant(index, until_of_others))
             }
             _ if self == before => RecordChange::Nothing(attempt),
             _ => RecordChange::Replace(self, attempt),
@@ -276,9 +276,9 @@ impl LockRecord {
     /// Returns whether `claim` holds the key exclusively.
     #[must_use]
     pub fn is_held_exclusively(&self, claim: &Claim, now: u64) -> bool {
-        let ours = |entry: &RecordEntry| entry.id == claim.id() && entry.is_granted();
+        let is_own_grant = |entry: &RecordEntry| entry.id == claim.id() && entry.is_granted();
         let is_exclusive = |entry: &RecordEntry| entry.mode == ClaimMode::Exclusive;
-        self.entries.iter().any(|it| ours(it) && is_exclusive(it) && now < it.until)
+        self.entries.iter().any(|it| is_own_grant(it) && is_exclusive(it) && now < it.until)
     }
 
     /// Extends the lease of the grant of `claim`.
@@ -295,8 +295,8 @@ impl LockRecord {
     /// Removes the entry of `claim`, whether it is granted or waits. Returns the removed entry.
     /// [`release_response`](Self::release_response) converts it to the response.
     pub fn release(&mut self, claim: &Claim) -> Option<RecordEntry> {
-        let own = self.entries.iter().position(|entry| entry.id == claim.id())?;
-        Some(self.entries.remove(own))
+        let index = self.entries.iter().position(|entry| entry.id == claim.id())?;
+        Some(self.entries.remove(index))
     }
 
     /// Returns the response to a release that has removed `entry`.
@@ -383,15 +383,15 @@ impl LockRecord {
     }
 
     /// Records the place of a busy claim, if it queues.
-    fn queue(&mut self, own: Option<usize>, claim: &Claim, now: u64, busy: Busy) -> Busy {
+    fn queue(&mut self, own_index: Option<usize>, claim: &Claim, now: u64, busy: Busy) -> Busy {
         if busy.units_in_store.is_some() {
             // The caller gets an error instead of waiting.
-            own.map(|own| self.entries.remove(own));
+            own_index.map(|index| self.entries.remove(index));
             return busy;
         }
         let until = after(now, claim.lease());
-        if let Some(own) = own {
-            self.entries[own].until = until;
+        if let Some(index) = own_index {
+            self.entries[index].until = until;
             return busy.with_queue_entry();
         }
         let is_shared = |entry: &RecordEntry| entry.mode != ClaimMode::Exclusive;
@@ -413,7 +413,7 @@ impl LockRecord {
 
     fn convert<E>(
         &mut self,
-        own: Option<usize>,
+        own_index: Option<usize>,
         claim: &Claim,
         now: u64,
         next_token: impl FnOnce() -> Result<FencingToken, E>,
@@ -421,13 +421,15 @@ impl LockRecord {
         let has_other_grant =
             self.has_other_grant(claim, now) && !mutated(Mutant::UpgradeAlongsideReaders);
         let until = after(now, claim.lease());
-        let Some(entry) = own.map(|own| &mut self.entries[own]) else { return Ok(Attempt::Gone) };
+        let Some(entry) = own_index.map(|index| &mut self.entries[index]) else {
+            return Ok(Attempt::Gone);
+        };
         let Some(mut token) = entry.token else { return Ok(Attempt::Gone) };
         let is_late = claim.token_before_conversion().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
-            // The request is late: the grant was upgraded after it was sent, and the holder relies
-            // on the upgrade.
+            // The conversion is late: the grant was upgraded after it was sent, and the holder
+            // relies on the upgrade.
             _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
@@ -460,14 +462,15 @@ impl LockRecord {
     }
 
     fn has_other_grant(&self, claim: &Claim, now: u64) -> bool {
-        let others =
+        let is_other_grant =
             |entry: &RecordEntry| entry.is_granted() && entry.id != claim.id() && now < entry.until;
-        self.entries.iter().any(others)
+        self.entries.iter().any(is_other_grant)
     }
 
     fn granted_mut(&mut self, claim: &Claim, now: u64) -> Option<&mut RecordEntry> {
-        let ours = |it: &&mut RecordEntry| it.id == claim.id() && it.is_granted() && now < it.until;
-        self.entries.iter_mut().find(ours)
+        let is_own_grant =
+            |it: &&mut RecordEntry| it.id == claim.id() && it.is_granted() && now < it.until;
+        self.entries.iter_mut().find(is_own_grant)
     }
 }
 
@@ -525,15 +528,16 @@ mod text {
     }
 
     impl LockRecord {
-        /// Returns the text before and after the fields that a store fills in for the entry `own`.
-        pub(super) fn new_grant(&self, own: usize, until_of_others: u64) -> NewGrant {
+        /// Returns the text before and after the fields that a store fills in for the entry at
+        /// `index`.
+        pub(super) fn new_grant(&self, index: usize, until_of_others: u64) -> NewGrant {
             let text = |entries: &[RecordEntry]| entries.iter().map(RecordEntry::to_text).collect();
-            let entry = self.entries[own].to_text();
+            let entry = self.entries[index].to_text();
             NewGrant {
-                before: text(&self.entries[..own]),
+                before: text(&self.entries[..index]),
                 id_and_mode: entry[..UNTIL_AT].to_owned(),
                 rest: entry[BLOCK_AT..].to_owned(),
-                after: text(&self.entries[own + 1..]),
+                after: text(&self.entries[index + 1..]),
                 until_of_others,
             }
         }
