@@ -128,7 +128,7 @@ impl Engine {
     /// Returns whether this registry registers its waiting claims in the store.
     pub(crate) fn registers_waiters(&self) -> bool {
         let Capabilities { waiters, fair, .. } = self.capabilities;
-        self.defaults.waiters && waiters && !fair
+        self.defaults.register_waiters && waiters && !fair
     }
 
     /// Returns the claims that wait for `key`, or for any key, sorted by key. For each key, the

@@ -279,16 +279,16 @@ impl ScheduledJob {
             let mut is_last = false;
             while let Some(tick) = ticks.next() {
                 let run = Run::new(tick.clone(), guard.fencing_token());
-                let observed = FailedUnlessEnded::of(&self.lock);
+                let failure_event = FailedUnlessEnded::of(&self.lock);
                 match guard.protect(work(run)).await? {
-                    Ok(done) => output = Some(done),
+                    Ok(tick_output) => output = Some(tick_output),
                     Err(error) => {
                         release(guard).await;
                         return Ok(Outcome::Ran(Err(error)));
                     }
                 }
                 ticks.complete(&guard, &tick).await?;
-                observed.forget();
+                failure_event.forget();
                 is_last = tick == ticks.newest;
             }
             release(guard).await;
@@ -310,14 +310,14 @@ impl ScheduledJob {
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
     pub async fn begin(&self) -> Result<BeginOutcome, LockError> {
-        let observed = FailedUnlessEnded::of(&self.lock);
+        let failure_event = FailedUnlessEnded::of(&self.lock);
         let begun = self.begin_unobserved().await?;
         match &begun {
-            BeginOutcome::Due(..) => observed.forget(),
+            BeginOutcome::Due(..) => failure_event.forget(),
             BeginOutcome::AlreadyDone(record) => {
-                observed.end(TickEnd::AlreadyDone, Some(record.at))
+                failure_event.end(TickEnd::AlreadyDone, Some(record.at))
             }
-            BeginOutcome::Busy => observed.end(TickEnd::Busy, None),
+            BeginOutcome::Busy => failure_event.end(TickEnd::Busy, None),
         }
         Ok(begun)
     }
@@ -335,8 +335,8 @@ impl ScheduledJob {
             return Err(InvalidOption::tick_name(name, Tick::NAME_BYTES_MAX).into());
         }
         // Reads without the lock first, because most calls find that the tick is done.
-        if let Checked::Done(done) = self.check(&self.lock.read_value().await?)? {
-            return Ok(BeginOutcome::AlreadyDone(done));
+        if let Checked::Done(record) = self.check(&self.lock.read_value().await?)? {
+            return Ok(BeginOutcome::AlreadyDone(record));
         }
         // Two runs of one owner would otherwise enter the lock together, and run the same tick.
         let options = self.options.clone().owner(&Owner::new());
@@ -345,9 +345,9 @@ impl ScheduledJob {
         };
         match self.check(&guard.read_value().await?)? {
             Checked::Due(ticks) => Ok(BeginOutcome::Due(guard, ticks)),
-            Checked::Done(done) => {
+            Checked::Done(record) => {
                 release(guard).await;
-                Ok(BeginOutcome::AlreadyDone(done))
+                Ok(BeginOutcome::AlreadyDone(record))
             }
         }
     }
@@ -393,8 +393,8 @@ impl ScheduledJob {
     }
 }
 
-/// Emits the event of a failed tick when dropped, unless [`end`](Self::end) or
-/// [`forget`](Self::forget) consumes this value.
+/// Emits the event of a failed tick when dropped. [`end`](Self::end) emits the event of another
+/// outcome instead, and [`forget`](Self::forget) emits none.
 struct FailedUnlessEnded<'a>(Option<&'a LocalLock>);
 
 impl<'a> FailedUnlessEnded<'a> {
@@ -470,10 +470,10 @@ impl Ticks {
         DoneRecord { tick: tick.clone(), at, label }
     }
 
-    /// Records that `tick` is done. If the store does not confirm the write, repeats it while the
-    /// lock is held, because without the record the tick would run twice. After a repeated write,
-    /// this iterator ends, and [`ScheduledJob::begin`] returns the remaining ticks under another
-    /// claim.
+    /// Records that `tick` is done. If the store does not confirm the write, repeats it, because
+    /// without the record the tick would run twice. Repeats it only while the lock is held, and for
+    /// at most the length of a lease. After a repeated write, this iterator ends, and
+    /// [`ScheduledJob::begin`] returns the remaining ticks under another claim.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].

@@ -145,7 +145,7 @@ pub(crate) struct Defaults {
     /// Whether waiters queue in the store, see [`LockOptions::fair`].
     pub(crate) fair: bool,
     /// Whether waiters are registered in stores without a queue.
-    pub(crate) waiters: bool,
+    pub(crate) register_waiters: bool,
     /// The store's address, for errors of calls without a response.
     pub(crate) address: Option<Arc<str>>,
 }
@@ -173,20 +173,26 @@ pub(crate) struct HandOverLimits {
 }
 
 impl HandOverLimits {
-    /// Limits hand-overs to the configured number, however long the claim is held.
-    pub(crate) fn exactly(times: u32) -> Self {
-        Self { max: times, max_after_short_hold: times }
+    /// Returns limits with the same number before and after [`SHORT_HOLD`](Self::SHORT_HOLD).
+    pub(crate) fn uniform(max: u32) -> Self {
+        Self { max, max_after_short_hold: max }
     }
 
-    /// Returns whether another hand-over is allowed, after `times` hand-overs and `held_for` after
-    /// the grant. `contended` means that other processes want the key.
-    pub(crate) fn allow_another(self, times: u32, held_for: Duration, contended: bool) -> bool {
+    /// Returns whether another hand-over is allowed, after `hand_overs` hand-overs and `held_for`
+    /// after the grant. `contended` means that other processes want the key.
+    pub(crate) fn allow_another(
+        self,
+        hand_overs: u32,
+        held_for: Duration,
+        contended: bool,
+    ) -> bool {
         let max = if held_for < Self::SHORT_HOLD { self.max } else { self.max_after_short_hold };
         // Each hand-over uses a token. Some stores take tokens from their clock, one per
         // microsecond. The tokens must not get ahead of this clock.
-        let is_behind_clock = times < Self::UNTIMED_MAX || u128::from(times) < held_for.as_micros();
-        let span = if contended { CONTENDED_HAND_OVER_MAX } else { Self::SPAN_MAX };
-        times < max && held_for < span && is_behind_clock
+        let is_behind_clock =
+            hand_overs < Self::UNTIMED_MAX || u128::from(hand_overs) < held_for.as_micros();
+        let span_max = if contended { CONTENDED_HAND_OVER_MAX } else { Self::SPAN_MAX };
+        hand_overs < max && held_for < span_max && is_behind_clock
     }
 
     /// Up to this number, hand-overs are not compared with the clock, because a request to a store

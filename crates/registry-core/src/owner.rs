@@ -42,8 +42,8 @@ impl Owner {
 
     /// Runs `work` under the owner of the surrounding scope, or under a new owner if there is none.
     ///
-    /// All locks that `work` acquires without an explicit owner belong to it, at any call depth.
-    /// Tasks that `work` spawns do not inherit it.
+    /// All locks that `work` acquires without an explicit owner belong to this owner, at any call
+    /// depth. Tasks that `work` spawns do not inherit the owner.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`.

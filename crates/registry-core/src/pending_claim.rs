@@ -118,30 +118,30 @@ impl PendingClaim {
     /// Sends one request for all claims, if there are at least two, the store has batches, and the
     /// claims are in one shard. Otherwise sends nothing and returns false.
     /// [`response`](Self::response) returns the response to each claim.
-    pub(crate) async fn send_all(pending: &mut [Self], engine: &Engine) -> bool {
-        let Some(first) = pending.first() else { return false };
+    pub(crate) async fn send_all(pending_claims: &mut [Self], engine: &Engine) -> bool {
+        let Some(first) = pending_claims.first() else { return false };
         let shard = engine.backend.shard(first.claim());
-        if pending.len() < 2
+        if pending_claims.len() < 2
             || engine.backend.batch().is_none()
-            || !pending.iter().all(|it| engine.backend.shard(it.claim()) == shard)
+            || !pending_claims.iter().all(|it| engine.backend.shard(it.claim()) == shard)
         {
             return false;
         }
-        let claims: Vec<Claim> = pending.iter().map(|it| it.claim().clone()).collect();
+        let claims: Vec<Claim> = pending_claims.iter().map(|it| it.claim().clone()).collect();
         let backend = Arc::clone(&engine.backend);
         let call = async move { attempt_all(&*backend, &claims).await };
-        let mut parts =
-            split_by_claim(call, pending.len(), || Err(BackendError::missing_in_batch()));
+        let mut call_parts =
+            split_by_claim(call, pending_claims.len(), || Err(BackendError::missing_in_batch()));
         let sent_at = Moment::now();
-        for it in &mut *pending {
-            it.sent_at = sent_at;
-            it.epoch_at_send = it.local_lock().epoch();
+        for pending in &mut *pending_claims {
+            pending.sent_at = sent_at;
+            pending.epoch_at_send = pending.local_lock().epoch();
             // Counts the attempt in case the backend panics at the first poll.
-            it.unknown_attempts += 1;
+            pending.unknown_attempts += 1;
         }
         // One poll sends the request. Each part is polled again by the task that waits for it.
         poll_fn(|cx| {
-            if let Some(first) = parts.first_mut()
+            if let Some(first) = call_parts.first_mut()
                 && let Poll::Ready(response) = first.as_mut().poll(cx)
             {
                 *first = Box::pin(std::future::ready(response));
@@ -149,9 +149,9 @@ impl PendingClaim {
             Poll::Ready(())
         })
         .await;
-        for (it, part) in pending.iter_mut().zip(parts) {
-            it.unknown_attempts -= 1;
-            it.in_flight = Some(Call::new(&engine.background, part));
+        for (pending, part) in pending_claims.iter_mut().zip(call_parts) {
+            pending.unknown_attempts -= 1;
+            pending.in_flight = Some(Call::new(&engine.background, part));
         }
         true
     }

@@ -167,7 +167,7 @@ impl Registry {
                 operation_timeout: Defaults::OPERATION_TIMEOUT,
                 label: None,
                 fair: false,
-                waiters: true,
+                register_waiters: true,
                 address: None,
             },
             observers: Observers::default(),
@@ -177,7 +177,7 @@ impl Registry {
     /// Opens a registry over a new in-process store, with all defaults.
     ///
     /// # Errors
-    /// [`ConfigError::NoRuntime`] outside a tokio runtime.
+    /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
     pub fn in_memory() -> Result<Self, ConfigError> {
         Self::builder(Arc::new(MemoryBackend::new())).build()
     }
@@ -191,7 +191,8 @@ impl Registry {
         runtime().map(drop)
     }
 
-    /// Waits until no release is pending in the background. Tests await this instead of sleeping.
+    /// Waits until no release or other store call is pending in the background. Tests await this
+    /// instead of sleeping.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -496,9 +497,10 @@ impl RegistryBuilder {
 
     /// Sets how many times in a row a claim may pass to the next caller of this process without a
     /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
-    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
+    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX). A store with a
+    /// [queue](crate::Capabilities::fair) has no hand-over.
     pub fn handoff(mut self, times: u32) -> Self {
-        self.defaults.hand_over_limits = HandOverLimits::exactly(times);
+        self.defaults.hand_over_limits = HandOverLimits::uniform(times);
         self
     }
 
@@ -523,7 +525,7 @@ impl RegistryBuilder {
     /// at its end. A store with a [queue](crate::Capabilities::fair) lists its waiters without
     /// these requests, and ignores this setting.
     pub fn waiters(mut self, register: bool) -> Self {
-        self.defaults.waiters = register;
+        self.defaults.register_waiters = register;
         self
     }
 
@@ -645,7 +647,8 @@ fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
 async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
     let limit = engine.defaults.operation_timeout;
     if let Some(renewer) = renewer {
-        // The renewer completes its calls first, so that the backend is not closed during a call.
+        // The renewer completes its calls first, so that the backend is closed during a call only
+        // after the time limit.
         let _ = within(limit, renewer).await;
     }
     engine.close_backend().response_within(limit).await;

@@ -140,7 +140,8 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// all `possible_grants` are released, or when the lease is over.
+/// all `possible_grants` are released, when the lease is over, or when the limit of `close` is
+/// reached.
 async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);

@@ -121,7 +121,8 @@ struct ScheduleState {
 }
 
 impl Schedule {
-    /// Adds an entry for a claim. Wakes the task if the entry is the earliest. Returns its key.
+    /// Adds an entry for a claim, and returns its key. Wakes the task if its timer fires after
+    /// `at`, is overdue, or is not set.
     pub(crate) fn insert(
         &self,
         at: Moment,
@@ -164,7 +165,8 @@ impl Schedule {
     }
 
     /// Begins a round of the task: returns the claims that are due, and sets
-    /// [`wakes_at`](Self::wakes_at). Returns `None` after [`stop`](Self::stop).
+    /// [`wakes_at`](Self::wakes_at). If a renewal is due, also returns the renewals that are due
+    /// within [`BATCH_WINDOW`]. Returns `None` after [`stop`](Self::stop).
     ///
     /// A due claim stays in the schedule, and thus in [`all`](Self::all), until the lease renewer
     /// has handled it.

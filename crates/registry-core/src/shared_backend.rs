@@ -17,18 +17,18 @@ static REGISTRIES: Mutex<Option<HashMap<usize, Arc<InvalidationSet>>>> = Mutex::
 /// removes the backend from the table.
 #[derive(Debug)]
 pub(crate) struct SharedBackendEntry {
-    backend: usize,
+    backend_address: usize,
     /// `None` only during the drop of this entry.
     registries: Option<Arc<InvalidationSet>>,
 }
 
 impl SharedBackendEntry {
     pub(crate) fn new(backend: &Arc<dyn LockBackend>, invalidations: Invalidations) -> Self {
-        let backend = Arc::as_ptr(backend).cast::<()>().addr();
+        let address = Arc::as_ptr(backend).cast::<()>().addr();
         let registries =
-            Arc::clone(lock_table().get_or_insert_default().entry(backend).or_default());
+            Arc::clone(registry_table().get_or_insert_default().entry(address).or_default());
         registries.subscribe(invalidations);
-        Self { backend, registries: Some(registries) }
+        Self { backend_address: address, registries: Some(registries) }
     }
 
     /// Makes all registries over this backend verify their claims on `key`.
@@ -41,15 +41,15 @@ impl SharedBackendEntry {
 
 impl Drop for SharedBackendEntry {
     fn drop(&mut self) {
-        let mut table = lock_table();
+        let mut table = registry_table();
         // The entry drops its reference while the mutex is locked. If the last two entries are
         // dropped concurrently, the second then finds only its own reference and the table's.
         if self.registries.take().is_some_and(|registries| Arc::strong_count(&registries) == 2) {
-            table.as_mut().and_then(|table| table.remove(&self.backend));
+            table.as_mut().and_then(|table| table.remove(&self.backend_address));
         }
     }
 }
 
-fn lock_table() -> MutexGuard<'static, Option<HashMap<usize, Arc<InvalidationSet>>>> {
+fn registry_table() -> MutexGuard<'static, Option<HashMap<usize, Arc<InvalidationSet>>>> {
     REGISTRIES.lock().unwrap_or_else(PoisonError::into_inner)
 }

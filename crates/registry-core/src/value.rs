@@ -82,7 +82,8 @@ pub trait ValueStore: Send + Sync {
     /// same step as the write. `token` is the token of the hold that writes.
     ///
     /// Also returns [`ValueWrite::NotHeld`] if the stored value has a larger token: the write is
-    /// late, and belongs to a hold before a local hand-over. A repeated write has the same result.
+    /// late, and belongs to a hold before a local hand-over. Repeating the last write stores the
+    /// same value again.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The value may have been written nevertheless.

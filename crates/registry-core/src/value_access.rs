@@ -57,7 +57,7 @@ impl DistributedLock {
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store has no [value blocks](crate::Capabilities::values);
-    /// [`LockError::Backend`]; [`LockError::InvalidKey`].
+    /// [`LockError::Backend`]; [`LockError::InvalidKey`]; [`LockError::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -68,7 +68,7 @@ impl DistributedLock {
         Ok(self.read_value().await?.value)
     }
 
-    /// As [`value`](Self::value), with the store's clock.
+    /// As [`value`](Self::value), but also returns the time on the store's clock.
     pub(crate) async fn read_value(&self) -> Result<ValueRead, LockError> {
         let local_lock = self.local_lock()?;
         local_lock.engine().read_value(local_lock.key()).await
@@ -87,7 +87,7 @@ impl LockGuard {
         Ok(self.read_value().await?.value)
     }
 
-    /// As [`value`](Self::value), with the store's clock.
+    /// As [`value`](Self::value), but also returns the time on the store's clock.
     pub(crate) async fn read_value(&self) -> Result<ValueRead, LockError> {
         let grant = self.hold().grant();
         grant.engine().read_value(grant.claim().key()).await

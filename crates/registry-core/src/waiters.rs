@@ -33,10 +33,10 @@ use crate::panic_safe::with_panic_safe_waker;
 /// }
 ///
 /// impl Backend {
-///     // Called by `LockBackend::wait`. `position` was read before the attempt.
-///     async fn wait(&self, key: &Key, position: u64) {
+///     // Called by `LockBackend::wait`. `seen_releases` was read before the attempt.
+///     async fn wait(&self, key: &Key, seen_releases: u64) {
 ///         let waiter = self.waiters.register(key.clone(), ());
-///         if self.releases.load(Ordering::SeqCst) == position {
+///         if self.releases.load(Ordering::SeqCst) == seen_releases {
 ///             waiter.woken().await;
 ///         }
 ///     }

@@ -6,9 +6,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// How the label `name` of a metric is derived from a key: `orders/42` becomes `orders/*`.
 ///
 /// A key that matches a [pattern](Self::pattern) has the pattern as its name. In any other key, the
-/// parts that look like identifiers become `*`: numbers, dates, UUIDs, hashes, and long mixtures of
-/// letters and digits. The number of different derived names is [limited](Self::limit). A key that
-/// would need a further name has the name `other`.
+/// parts that look like identifiers become `*`: numbers, dates, UUIDs, hashes, three or more digits
+/// at the end of a part, and long or alternating mixtures of letters and digits. The number of
+/// different derived names is [limited](Self::limit). A key that would need a further name has the
+/// name `other`.
 ///
 /// # Examples
 /// ```
@@ -78,7 +79,7 @@ impl SeenNames {
         if let Some(pattern) = self.config.patterns.iter().find(|it| matches(it, key)) {
             return Arc::clone(pattern);
         }
-        let name = derived(key);
+        let name = derive_name(key);
         if name.len() > KeyNames::NAME_BYTES_MAX {
             return Arc::clone(&self.other);
         }
@@ -114,7 +115,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 }
 
 /// Returns `key` with `*` in place of each part that looks like an identifier.
-fn derived(key: &str) -> String {
+fn derive_name(key: &str) -> String {
     let mut name = String::with_capacity(key.len());
     for segment in key.split_inclusive(['/', ':']) {
         let separator = segment.ends_with(['/', ':']);
@@ -204,7 +205,7 @@ mod tests {
             ("/", "/"),
             ("42", "*"),
         ] {
-            assert_eq!(derived(key), name, "{key}");
+            assert_eq!(derive_name(key), name, "{key}");
         }
     }
 
@@ -237,11 +238,11 @@ mod tests {
     #[test]
     fn the_number_and_the_length_of_names_are_limited() {
         let names = SeenNames::new(KeyNames::new().limit(3));
-        let word = |n: u8| format!("job-{}", char::from(b'a' + n));
-        let of = |n| names.name_of(&word(n)).to_string();
-        let all: Vec<_> = (0..5).map(of).collect();
+        let key = |n: u8| format!("job-{}", char::from(b'a' + n));
+        let nth_name = |n| names.name_of(&key(n)).to_string();
+        let all: Vec<_> = (0..5).map(nth_name).collect();
         assert_eq!(all, ["job-a", "job-b", "job-c", "other", "other"]);
-        assert_eq!(of(1), "job-b", "a name that was seen stays");
+        assert_eq!(nth_name(1), "job-b", "a name that was seen stays");
         let names = SeenNames::new(KeyNames::new());
         assert_eq!(&*names.name_of(&"x".repeat(KeyNames::NAME_BYTES_MAX + 1)), "other");
     }

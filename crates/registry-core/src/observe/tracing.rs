@@ -9,15 +9,16 @@ use tracing::{Span, debug, info, info_span, trace, warn};
 use crate::error::BackendError;
 use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 
-/// Logs every event with `tracing`, target `lock_registry`. The field `mode` contains the mode of
-/// the lock; for permits, also the numbers of units.
+/// Logs lock events with `tracing`, target `lock_registry`. The begin and end events of calls,
+/// holds and releases are not logged: they begin and end the spans below. The field `mode` contains
+/// the mode of the lock; for permits, also the numbers of units.
 ///
 /// | level | events |
 /// |---|---|
 /// | warn | lost locks, failed renewals, claims that stay in the store until their lease ends |
 /// | info | a registry begins or ends closing; a leader's term begins or ends |
 /// | trace | local waits, busy responses, renewals |
-/// | debug | all other events |
+/// | debug | all other logged events |
 ///
 /// The observer also creates three spans of level info. Their parent is the span in which the call
 /// was made, so that a layer such as `tracing-opentelemetry` adds them to its trace. The engine
@@ -29,7 +30,8 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 /// | `hold` | from the acquisition until the last guard is gone, or the lock is lost or converted |
 /// | `release` | from the release until the store has confirmed it, or the claim was handed over |
 ///
-/// Their fields are `key`, `mode`, `store`, `token` and `outcome`, which is recorded at the end.
+/// Their fields are `key`, `mode`, `store`, `token` and `outcome`. `outcome`, and the `token` of
+/// `wait`, are recorded at the end.
 #[derive(Debug, Clone, Default)]
 pub struct TracingObserver {
     store: Option<&'static str>,
