@@ -497,8 +497,8 @@ impl RegistryBuilder {
 
     /// Sets how many times in a row a claim may pass to the next caller of this process without a
     /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
-    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX). A store with a
-    /// [queue](crate::Capabilities::fair) has no hand-over.
+    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX). No claim is handed over with
+    /// [`fair`](Self::fair), or in a store with a [queue](crate::Capabilities::fair).
     pub fn handoff(mut self, times: u32) -> Self {
         self.defaults.hand_over_limits = HandOverLimits::uniform(times);
         self

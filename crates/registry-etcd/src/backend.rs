@@ -31,20 +31,21 @@ use crate::watcher::Watcher;
 /// Each lock has a queue in the cluster. The first claim in the queue holds the lock. A later claim
 /// also holds the lock if its mode is compatible with the modes of all claims before it. For
 /// example, readers are compatible with each other and with one upgradable claim. A release, or the
-/// end of the holder's lease, wakes only the next claim. The end of a permit wakes all claims that
-/// wait for units.
+/// end of the holder's lease, wakes only the claims whose predecessor it removes: the next
+/// exclusive claim, or the readers that waited for a writer. The end of a permit wakes all claims
+/// that wait for units.
 ///
-/// A fencing token is the revision that created the claim's key. An upgraded claim, and a claim
-/// that waited behind an upgradable one, has a later revision as its token. Tokens increase across
-/// every failure that a majority of the members survives.
+/// A fencing token is the revision that created the claim's key. An upgraded claim has a later
+/// revision as its token, and so may a claim that waited behind an upgradable one. Tokens increase
+/// across every failure that a majority of the members survives.
 ///
 /// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
 /// of the other locks of its process. A later claim reuses the lease of a released claim, which
 /// saves a write. One stream extends all leases, or up to 16 streams if the member is slow. Another
 /// stream carries all watches.
 ///
-/// Leases last whole seconds, at least 2. The lease in the cluster is up to 2 s longer than the
-/// claim's lease. The members check for expired leases every 0.5 s. The lock of a crashed holder
+/// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to
+/// 2 s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder
 /// becomes free up to 2.5 s after the end of its lease.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,

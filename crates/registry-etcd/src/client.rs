@@ -2,8 +2,9 @@
 //! responses. Retries a request only after an expired login, because the member then executed
 //! nothing.
 //!
-//! All requests share one connection to one member, which forwards requests to the leader. A caller
-//! that receives no response in time drops the connection. The next request uses the next member.
+//! All requests except those to a given member share one connection to one member, which forwards
+//! requests to the leader. A caller that receives no response in time drops the connection. The
+//! next request uses the next member.
 
 use std::error::Error as _;
 use std::fmt;
@@ -107,11 +108,11 @@ impl MemberConnection {
         let mut response = pin!(response);
         loop {
             let silent_since = self.last_received().max(started);
-            let limit = (silent_since + limits.idle_timeout).min(started + limits.total);
-            if let Ok(response) = timeout_at(limit, &mut response).await {
+            let deadline = (silent_since + limits.idle_timeout).min(started + limits.total);
+            if let Ok(response) = timeout_at(deadline, &mut response).await {
                 return Some(response);
             }
-            if limit == started + limits.total || self.last_received() <= silent_since {
+            if deadline == started + limits.total || self.last_received() <= silent_since {
                 return None;
             }
         }
@@ -209,15 +210,15 @@ impl EtcdClient {
     }
 
     /// Opens a bidirectional stream. A member ends the stream if it has no leader.
-    pub(crate) async fn open_stream<Q, A>(
+    pub(crate) async fn open_stream<Req, Resp>(
         &self,
         connection: &MemberConnection,
         path: &'static str,
-        requests: impl Stream<Item = Q> + Send + 'static,
-    ) -> Result<Streaming<A>, Status>
+        requests: impl Stream<Item = Req> + Send + 'static,
+    ) -> Result<Streaming<Resp>, Status>
     where
-        Q: prost::Message + 'static,
-        A: prost::Message + Default + 'static,
+        Req: prost::Message + 'static,
+        Resp: prost::Message + Default + 'static,
     {
         let mut grpc = Grpc::new(connection.channel.clone());
         let opened = async {
@@ -225,7 +226,7 @@ impl EtcdClient {
             let mut request = Request::new(requests);
             request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
             add_auth_token(&mut request, connection);
-            let codec = ProstCodec::<Q, A>::default();
+            let codec = ProstCodec::<Req, Resp>::default();
             grpc.streaming(request, PathAndQuery::from_static(path), codec).await
         };
         let mut disconnects = self.disconnects();
@@ -425,11 +426,11 @@ fn connect_error(error: &tonic::transport::Error) -> BackendError {
 struct ConnectErrorText(String);
 
 /// Returns the index of a random member.
-fn random_member(members: usize) -> usize {
+fn random_member(member_count: usize) -> usize {
     use std::hash::{BuildHasher as _, RandomState};
 
     let random = RandomState::new().hash_one(());
-    usize::try_from(random % u64::try_from(members.max(1)).unwrap_or(1)).unwrap_or(0)
+    usize::try_from(random % u64::try_from(member_count.max(1)).unwrap_or(1)).unwrap_or(0)
 }
 
 /// The maximum size of a response in bytes, the same as in etcd's own client.

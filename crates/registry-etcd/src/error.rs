@@ -74,7 +74,7 @@ pub(crate) fn classify(status: &Status) -> CallError {
     let has = |part: &str| message.contains(part);
     let error = |kind, text: &str| {
         BackendError::new(kind, format!("etcd: {text}"))
-            .with_source(StatusMessage(message.to_owned()))
+            .with_source(SourceMessage(message.to_owned()))
     };
     let refused = |kind, text| CallError::Other(error(kind, text).as_refused());
     if let Some(alert) = causes_of(status).find(|cause| cause.contains(TLS_ALERT)) {
@@ -137,7 +137,7 @@ pub(crate) fn certificate_rejected(message: String) -> BackendError {
         Denied,
         "etcd: the member rejected the client certificate or requires one; check both files",
     )
-    .with_source(StatusMessage(message))
+    .with_source(SourceMessage(message))
     .as_refused()
 }
 
@@ -151,10 +151,11 @@ const CONNECTION_LOST: &str =
 /// A part of the error text of a TLS connection that the other side refused.
 pub(crate) const TLS_ALERT: &str = "received fatal alert";
 
-/// The member's message, without additions by the client library. It never contains a password.
+/// The source of an error: the member's message without additions by the client library, or the
+/// text of a TLS error. It never contains a password.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct StatusMessage(String);
+struct SourceMessage(String);
 
 #[cfg(test)]
 mod tests {

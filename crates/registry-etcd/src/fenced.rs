@@ -42,7 +42,7 @@ pub struct FencedTxn<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Committed {
-    /// The revision that the transaction created.
+    /// The revision of the store after the transaction. A transaction that writes creates it.
     pub revision: i64,
     /// The value that each [`get`](FencedTxn::get) found, in the order of the calls.
     pub values: Vec<Option<Vec<u8>>>,

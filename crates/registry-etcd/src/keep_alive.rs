@@ -145,7 +145,8 @@ struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, QueuedRequest>,
-    /// The time at which the queue last became non-empty. `None` while it is empty.
+    /// The time of the first request since a stream last found the queue empty. `None` if there was
+    /// no request since.
     backlog_since: Option<Instant>,
     /// The index of the additional stream that was woken last.
     last_woken_stream: usize,
@@ -169,8 +170,8 @@ impl PendingRequests {
         self.backlog_since.get_or_insert_with(Instant::now);
     }
 
-    /// Returns how many additional streams are needed. Returns 0 until the queue has been non-empty
-    /// for `BACKLOG_AGE_MIN`.
+    /// Returns how many additional streams are needed. Returns 0 until no stream has found the
+    /// queue empty for `BACKLOG_AGE_MIN`.
     fn additional_streams_needed(&self) -> usize {
         let is_slow = self.backlog_since.is_some_and(|since| since.elapsed() > BACKLOG_AGE_MIN);
         if is_slow { (self.unsent.len() / IN_FLIGHT_MAX).min(STREAMS_MAX - 1) } else { 0 }

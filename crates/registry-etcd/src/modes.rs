@@ -43,21 +43,26 @@ impl QueueSnapshot {
         self.entries.iter().position(is_entry)
     }
 
-    /// Returns the other entries whose token is their creation revision and smaller than `token`.
-    /// Returns each entry with its new record, which has no token.
-    fn without_smaller_tokens(&self, own: &KeyValue, token: i64) -> Vec<(&KeyValue, Vec<u8>)> {
-        let others = self.entries.iter().filter(|it| it.key != own.key);
+    /// Returns the other entries whose token is their creation revision and smaller than `token`,
+    /// at most [`TOKENS_REMOVED_MAX`]. Returns each entry with its new record, which has no token.
+    fn entries_with_smaller_tokens(
+        &self,
+        own_entry: &KeyValue,
+        token: i64,
+    ) -> Vec<(&KeyValue, Vec<u8>)> {
+        let others = self.entries.iter().filter(|it| it.key != own_entry.key);
         let smaller = others.filter(|it| it.create_revision < token);
         let records = smaller.filter_map(|it| Some((it, record::forget_token(it)?)));
         records.take(TOKENS_REMOVED_MAX).collect()
     }
 
-    /// Returns the tombstones whose entries were deleted without a release, except that of `own`.
-    fn lost_tombstones(&self, names: &KeyNames, own: &[u8]) -> Vec<KeyValue> {
+    /// Returns the tombstones whose entries were deleted without a release, except that of the
+    /// entry `own_name`.
+    fn tombstones_of_lost_entries(&self, names: &KeyNames, own_name: &[u8]) -> Vec<KeyValue> {
         let has_entry = |tombstone: &&KeyValue| {
             let belongs_to =
                 |name: &[u8]| names.tombstone_name(name).as_ref() == Some(&tombstone.key);
-            belongs_to(own) || self.entries.iter().any(|entry| belongs_to(&entry.key))
+            belongs_to(own_name) || self.entries.iter().any(|entry| belongs_to(&entry.key))
         };
         self.tombstones.iter().filter(|it| !has_entry(it)).cloned().collect()
     }
@@ -128,13 +133,13 @@ impl EtcdBackend {
             let position = queue_position(&modes(&entries), claim.mode());
             if position != QueuePosition::Granted {
                 self.recycle_unused_entry(entry_guard, entry);
-                let busy = busy_in(claim, &entries, position);
+                let busy = busy_behind(claim, &entries, position);
                 return Ok(QueueStep::Done(Attempt::Busy(busy)));
             }
             condition = match claim.mode() {
                 _ if entries.is_empty() => AppendIf::Empty,
-                // The other conditions compare the first word of a record, which states the mode.
-                // In these records, it also states that the claim has no token.
+                // The conditions on shared and upgradable entries compare the mode letter at the
+                // start of a record. A record without a token starts with `z` instead.
                 _ if entries.iter().any(|it| EntryRecord::of(it).needs_token()) => {
                     AppendIf::UnchangedSince(results.header.revision)
                 }
@@ -149,7 +154,7 @@ impl EtcdBackend {
     }
 
     /// Reads the position of an existing entry of a claim that is not exclusive.
-    pub(crate) async fn read_position_in_mode(
+    pub(crate) async fn read_position_non_exclusive(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
@@ -185,22 +190,22 @@ impl EtcdBackend {
         mut entry: ClaimEntry,
         snapshot: QueueSnapshot,
     ) -> Result<QueueStep, BackendError> {
-        let Some(own) = snapshot.position(&entry.name, entry.create_revision) else {
+        let Some(own_index) = snapshot.position(&entry.name, entry.create_revision) else {
             self.abandon(entry);
             return Ok(QueueStep::Retry);
         };
-        let own_record = EntryRecord::of(&snapshot.entries[own]);
+        let own_record = EntryRecord::of(&snapshot.entries[own_index]);
         let QueuedEntry::Claim(mode) = own_record.entry else {
             self.abandon(entry);
             return Ok(QueueStep::Retry);
         };
-        let before = &snapshot.entries[..own];
+        let before = &snapshot.entries[..own_index];
         let position = queue_position(&modes(before), mode);
         let mut old_predecessor = entry.predecessor.take();
         let predecessor = match position {
             QueuePosition::Granted => None,
             QueuePosition::UnitsMismatch(_) => {
-                let busy = busy_in(claim, before, position);
+                let busy = busy_behind(claim, before, position);
                 return self.withdraw(entry_guard, entry, busy).await;
             }
             QueuePosition::Behind(nearest) => {
@@ -210,14 +215,14 @@ impl EtcdBackend {
                 Some((nearest, scope))
             }
             QueuePosition::TooFewUnits => {
-                Some((own.saturating_sub(1), WatchScope::DeletionInQueue))
+                Some((own_index.saturating_sub(1), WatchScope::DeletionInQueue))
             }
         };
         if let Some((index, scope)) = predecessor {
             let mut predecessor = Predecessor::new(before[index].clone(), snapshot.revision)
                 .with_scope(scope)
                 .with_watch_from(old_predecessor.as_mut());
-            let busy = busy_in(claim, before, position).with_queue_entry();
+            let busy = busy_behind(claim, before, position).with_queue_entry();
             predecessor.last_busy = Some((busy.clone(), Moment::now()));
             entry.predecessor = Some(predecessor);
             **entry_guard = Some(entry);
@@ -230,13 +235,13 @@ impl EtcdBackend {
         }
         if !entry.is_granted {
             let needs_delay = |since: Moment| Moment::now().since(since) < GRANT_DELAY;
-            let lost = snapshot.lost_tombstones(&self.names, &entry.name);
+            let lost = snapshot.tombstones_of_lost_entries(&self.names, &entry.name);
             if entry.delayed_since.map_or(!lost.is_empty(), needs_delay) {
                 return Ok(self.delay_grant(entry_guard, entry, lost).await);
             }
         }
         if own_record.needs_token() {
-            let own_entry = &snapshot.entries[own];
+            let own_entry = &snapshot.entries[own_index];
             return self.take_token(entry_guard, entry, own_entry, mode).await;
         }
         entry.is_granted = true;
@@ -267,9 +272,9 @@ impl EtcdBackend {
         if touched.succeeded {
             let token = touched.header.revision;
             let own_entry = KeyValue { mod_revision: token, ..own_entry.clone() };
-            let store =
+            let store_token =
                 txn::convert(&own_entry, record::convert(&own_entry, mode, token), &[], None);
-            self.execute(store).await.map_err(|it| it.into_error().as_unknown())?;
+            self.execute(store_token).await.map_err(|it| it.into_error().as_unknown())?;
         }
         Ok(QueueStep::Retry)
     }
@@ -334,7 +339,7 @@ impl EtcdBackend {
                 Some(snapshot) => snapshot,
                 None => self.read_snapshot(claim, entry).await.map_err(BackendError::as_unknown)?,
             };
-            match self.convert_in(claim, entry, current).await? {
+            match self.try_convert(claim, entry, current).await? {
                 Conversion::Done(token) => {
                     entry.is_granted = true;
                     entry.later_token =
@@ -362,21 +367,21 @@ impl EtcdBackend {
     }
 
     /// Tries once to change the mode of the claim of `entry`.
-    async fn convert_in(
+    async fn try_convert(
         &self,
         claim: &Claim,
         entry: &mut ClaimEntry,
         snapshot: QueueSnapshot,
     ) -> Result<Conversion, BackendError> {
-        let Some(own) = snapshot.position(&entry.name, entry.create_revision) else {
+        let Some(own_index) = snapshot.position(&entry.name, entry.create_revision) else {
             return Ok(Conversion::Lost);
         };
         let entries = modes(&snapshot.entries);
-        let own_entry = &snapshot.entries[own];
+        let own_entry = &snapshot.entries[own_index];
         let EntryRecord { token, .. } = EntryRecord::of(own_entry);
         let is_granted =
-            granted_entries(&entries)[own] && !EntryRecord::of(own_entry).needs_token();
-        let (QueuedEntry::Claim(mode), true) = (entries[own], is_granted) else {
+            granted_entries(&entries)[own_index] && !EntryRecord::of(own_entry).needs_token();
+        let (QueuedEntry::Claim(mode), true) = (entries[own_index], is_granted) else {
             return Ok(Conversion::Gone);
         };
         let is_request = |it: &&KeyValue| EntryRecord::of(it).is_request_of(claim.id());
@@ -388,8 +393,8 @@ impl EtcdBackend {
                 return Ok(Conversion::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
-            // The request is late: the grant was upgraded after the request was sent, and its
-            // holder relies on the upgrade.
+            // The conversion is late: the grant was upgraded after it was sent, and the holder
+            // relies on the upgrade.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -397,7 +402,9 @@ impl EtcdBackend {
             }
             (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
                 return match request {
-                    Some(request) => self.upgrade(claim, entry, &snapshot, own, request).await,
+                    Some(request) => {
+                        self.upgrade(claim, entry, &snapshot, own_index, request).await
+                    }
                     None => self.request_upgrade(claim, entry, own_entry).await,
                 };
             }
@@ -409,8 +416,8 @@ impl EtcdBackend {
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
 
-    /// Appends the request to upgrade the claim. The creation revision of the request becomes the
-    /// token of the upgrade, unless other claims are granted meanwhile.
+    /// Appends the request to upgrade the claim. If the claim can be upgraded in this revision, the
+    /// creation revision of the request becomes the token of the upgrade.
     async fn request_upgrade(
         &self,
         claim: &Claim,
@@ -461,7 +468,7 @@ impl EtcdBackend {
         claim: &Claim,
         entry: &mut ClaimEntry,
         snapshot: &QueueSnapshot,
-        own: usize,
+        own_index: usize,
         request: &KeyValue,
     ) -> Result<Conversion, BackendError> {
         let mut upgrade = match entry.upgrade.take() {
@@ -482,7 +489,7 @@ impl EtcdBackend {
             self.pool.clear();
             return Ok(Conversion::Retry(None));
         }
-        let blocking = match upgrade_position(&modes(&snapshot.entries), own) {
+        let blocking = match upgrade_position(&modes(&snapshot.entries), own_index) {
             UpgradePosition::Free(blocking) => &snapshot.entries[blocking],
             UpgradePosition::NoRequest => return Ok(Conversion::Retry(None)),
             UpgradePosition::Behind(reader) => {
@@ -493,7 +500,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Busy(busy.with_seen_version(version_of(reader))));
             }
         };
-        let lost = snapshot.lost_tombstones(&self.names, &entry.name);
+        let lost = snapshot.tombstones_of_lost_entries(&self.names, &entry.name);
         if upgrade.delayed_since.is_none() && !lost.is_empty() {
             // A reader was lost. Its holder needs time to detect the loss.
             upgrade.delayed_since = Some(Moment::now());
@@ -503,9 +510,9 @@ impl EtcdBackend {
             }
             return Ok(Conversion::Retry(None));
         }
-        let own_entry = &snapshot.entries[own];
+        let own_entry = &snapshot.entries[own_index];
         let token = match upgrade.token {
-            Some((token, entry)) if entry == blocking.create_revision => token,
+            Some((token, revision)) if revision == blocking.create_revision => token,
             _ if snapshot.revision == request.create_revision => request.create_revision,
             // A reader that was enqueued before the request, and was granted after it, may have
             // taken a larger token.
@@ -522,7 +529,7 @@ impl EtcdBackend {
         // The token of a claim that was enqueued while this claim was exclusive is its creation
         // revision, which is smaller than `token`. No such claim is granted while `own_entry`,
         // `request` and `blocking` exist.
-        let records = snapshot.without_smaller_tokens(own_entry, token);
+        let records = snapshot.entries_with_smaller_tokens(own_entry, token);
         if !records.is_empty() {
             let replace = txn::replace_waiting(&records, &[own_entry, request, blocking]);
             self.execute(replace).await.map_err(CallError::into_error)?;
@@ -569,8 +576,8 @@ enum Conversion {
     /// The claim has the requested mode, and this token.
     Done(i64),
     Busy(Busy),
-    /// The claim is not granted, was upgraded after this request was sent, or cannot be converted
-    /// to this mode.
+    /// The claim is not granted, was upgraded after this conversion was sent, or cannot be
+    /// converted to this mode.
     Gone,
     /// The entry does not exist.
     Lost,
@@ -619,7 +626,7 @@ pub(crate) fn is_granted(entries: &[KeyValue], name: &[u8]) -> bool {
 }
 
 /// Returns the response for a claim with this position behind `before`.
-fn busy_in(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy {
+fn busy_behind(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy {
     let busy = match before.first() {
         Some(first) => busy_with_holder(claim, first),
         None => Busy::new(),

@@ -128,8 +128,8 @@ impl LeasePool {
         }
     }
 
-    /// Removes all leases from the pool. `queue` calls this function after the members have ended a
-    /// lease before its time.
+    /// Removes all leases from the pool. `queue` and `modes` call this function after the members
+    /// have ended a lease before its time.
     pub(crate) fn clear(&self) {
         self.idle().clear();
     }

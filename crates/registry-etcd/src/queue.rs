@@ -47,7 +47,7 @@ struct QueueRead {
     own_entry: Option<KeyValue>,
     predecessor: Option<KeyValue>,
     first_entry: Option<KeyValue>,
-    /// Those of earlier entries, and the rewritten one of the old predecessor.
+    /// The tombstones of earlier entries, and the rewritten tombstone of the old predecessor.
     tombstones: Vec<KeyValue>,
 }
 
@@ -73,7 +73,8 @@ impl QueueRead {
 }
 
 impl EtcdBackend {
-    /// Adds the claim to the queue unless it has an entry. Returns `Granted` if its entry is first.
+    /// Adds the claim to the queue unless it has an entry. Returns `Granted` if its entry is first
+    /// or compatible with all entries before it.
     pub(crate) async fn enqueue(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if claim.is_conversion() {
             return self.convert(claim).await;
@@ -166,7 +167,7 @@ impl EtcdBackend {
         entry.lease.record_majority_response(results.header.raft_term);
         let revision = results.header.revision;
         if !results.succeeded {
-            return self.use_existing_entry(claim, entry_guard, entry, results).await;
+            return self.on_entry_not_created(claim, entry_guard, entry, results).await;
         }
         entry.create_revision = Some(revision);
         entry.tombstone_lease = tombstone_lease;
@@ -186,7 +187,7 @@ impl EtcdBackend {
 
     /// Decides on a claim whose entry was not created, because the claim has an entry already or
     /// the queue is not empty.
-    async fn use_existing_entry(
+    async fn on_entry_not_created(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
@@ -245,7 +246,7 @@ impl EtcdBackend {
             }
         }
         if claim.mode() != ClaimMode::Exclusive {
-            return self.read_position_in_mode(claim, entry_guard, entry).await;
+            return self.read_position_non_exclusive(claim, entry_guard, entry).await;
         }
         let mut old_predecessor = match entry.predecessor.take() {
             Some(predecessor) => match self.check_predecessor(&mut entry, predecessor).await {
@@ -261,18 +262,18 @@ impl EtcdBackend {
             },
             None => None,
         };
-        let tombstones = self.names.tombstone_prefix(&queue);
+        let tombstone_prefix = self.names.tombstone_prefix(&queue);
         // The search finds only tombstones that are older than this entry. The predecessor's
         // tombstone may have been rewritten later, so the transaction also reads it by name.
-        let tombstone = old_predecessor
+        let predecessor_tombstone = old_predecessor
             .as_ref()
             .and_then(|predecessor| self.names.tombstone_name(&predecessor.name));
         let read = txn::read_queue(
             &queue,
             &entry.name,
             create_revision,
-            tombstones.as_deref(),
-            tombstone.as_deref(),
+            tombstone_prefix.as_deref(),
+            predecessor_tombstone.as_deref(),
         );
         let read = self.execute(read);
         let (results, was_released) = match &old_predecessor {
@@ -407,10 +408,10 @@ impl EtcdBackend {
         tombstones.iter().any(|tombstone| own_tombstone.as_ref() != Some(&tombstone.key))
     }
 
-    /// Waits for `GRANT_DELAY` before the caller reads the queue again. The entry is first now. The
-    /// predecessor was deleted without a release, and its holder needs time to detect the loss. If
-    /// the predecessor's lease expired, its holder detected the loss before the expiry. The delay
-    /// applies then too, because the cluster does not show why the predecessor was deleted.
+    /// Waits for `GRANT_DELAY` before the caller reads the queue again. No entry blocks this entry
+    /// now. An earlier entry was deleted without a release, and its holder needs time to detect the
+    /// loss. If the earlier entry's lease expired, its holder detected the loss before the expiry.
+    /// The delay applies then too, because the cluster does not show why the entry was deleted.
     pub(crate) async fn delay_grant(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -504,7 +505,8 @@ impl EtcdBackend {
         self.keep_alive.extend(lease, limits).await
     }
 
-    /// Revokes an entry's lease and deletes its tombstone in the background.
+    /// Revokes an entry's lease, if this client created the lease, and deletes the entry's
+    /// tombstone. Both run in the background.
     pub(crate) fn abandon(&self, entry: ClaimEntry) {
         if let Some(upgrade) = &entry.upgrade {
             self.pool.revoke_later(upgrade.lease.id);
@@ -526,7 +528,7 @@ impl EtcdBackend {
     }
 
     /// Handles a failed request. Caches the entry if a request for it may have taken effect.
-    /// Otherwise reuses the entry's lease.
+    /// Otherwise returns the entry's lease to the pool.
     pub(crate) fn on_failed_request(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -588,7 +590,7 @@ impl EtcdBackend {
         } else if is_exclusive {
             txn::dequeue(&queue, name, create_revision, tombstone)
         } else {
-            txn::dequeue_in_mode(&queue, name, create_revision, tombstone)
+            txn::dequeue_non_exclusive(&queue, name, create_revision, tombstone)
         };
         let dequeue = match &entry.upgrade {
             Some(upgrade) => txn::with_deletion(dequeue, &upgrade.name),
@@ -809,7 +811,8 @@ pub(crate) fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
     Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 
-/// Returns the version of a claim that waits for `entry`: the creation revision of `entry`.
+/// Returns the [`Busy::seen_version`] of a claim that waits for `entry`: the creation revision of
+/// `entry`.
 pub(crate) fn version_of(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
@@ -826,6 +829,7 @@ fn extension_interval(ttl: Duration) -> Duration {
 /// The minimum time between an extension and the end of the lease, for retries. Short leases leave
 /// less time.
 const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
+/// The minimum pause before a waiter repeats a failed extension.
 const EXTENSION_RETRY_MIN: Duration = Duration::from_millis(100);
 /// The minimum interval at which a waiter extends its lease.
 const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
@@ -836,8 +840,9 @@ const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// delay is ten times longer, because a busy machine responds slowly. A released lock is granted
 /// without this delay.
 pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
-/// The interval at which a waiter reads the whole queue. The read only updates the holder that
-/// `Busy` reports.
+/// The interval at which a waiter without an established watch reads the whole queue. In between,
+/// it reads only its entry and its predecessor, unless these have changed. The other reads only
+/// update the holder that `Busy` reports.
 const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);
 /// The pause before the next read of the queue after a watch or a request has failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);

@@ -7,10 +7,11 @@
 //! the claim is not the revision that created the key. The conditions of `txn` depend on the order
 //! of these letters.
 //!
-//! The word of a claim that was enqueued behind an upgradable claim is `z`, followed by `s`, `u`,
-//! `pTAKE/OF` or `x`. The claim has this word until its grant. The upgradable claim may be upgraded
-//! meanwhile, and the token of the upgrade is then larger than the revision that created this key.
-//! The token of the waiting claim is therefore taken at its grant. If a claim is downgraded and
+//! The word of a claim whose token is taken at its grant is `z`, followed by `s`, `u`, `pTAKE/OF`
+//! or `x`. A claim that is not shared has this word if it was enqueued behind an upgradable claim
+//! or an upgraded one. Every claim has it if it was enqueued behind another claim with such a word.
+//! The upgradable claim may be upgraded before the grant, and the token of the upgrade is then
+//! larger than the revision that created the key of the waiting claim. If a claim is downgraded and
 //! upgraded again, the second upgrade changes the words of some waiting claims in the same way.
 //! These claims were enqueued before the downgrade.
 
@@ -272,21 +273,22 @@ mod tests {
     fn the_letters_of_shared_modes_are_between_those_of_all_others() {
         let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
         let is_shared = |value: &[u8]| (SHARED_FROM..UPGRADABLE_FROM).contains(&value);
-        let is_readable = |value: &[u8]| (SHARED_FROM..UPGRADABLE_END).contains(&value);
-        for (mode, shared, readable) in [
+        let is_shared_or_upgradable = |value: &[u8]| (SHARED_FROM..UPGRADABLE_END).contains(&value);
+        for (mode, shared, shared_or_upgradable) in [
             (ClaimMode::Exclusive, false, false),
             (ClaimMode::Shared, true, true),
             (ClaimMode::Upgradable, false, true),
             (ClaimMode::Permits { take: 1, of: 1 }, false, false),
         ] {
             let value = encode(&claim.clone().with_mode(mode), "host");
-            assert_eq!((is_shared(&value), is_readable(&value)), (shared, readable));
+            assert_eq!(is_shared(&value), shared);
+            assert_eq!(is_shared_or_upgradable(&value), shared_or_upgradable);
             let entry = KeyValue { value, ..KeyValue::default() };
             let upgraded = convert(&entry, ClaimMode::Exclusive, 9);
-            assert!(!is_readable(&upgraded) && !is_shared(&upgraded));
+            assert!(!is_shared_or_upgradable(&upgraded) && !is_shared(&upgraded));
         }
         for value in [encode_request(&claim, "host"), Vec::new()] {
-            assert!(!is_readable(&value) && !is_shared(&value));
+            assert!(!is_shared_or_upgradable(&value) && !is_shared(&value));
         }
     }
 

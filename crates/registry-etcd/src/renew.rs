@@ -73,7 +73,8 @@ impl EtcdBackend {
         self.client.response_timeout().min((claim.lease() / 6).max(IDLE_TIMEOUT_MIN))
     }
 
-    /// Extends the claim's lease. Returns `None` if the claim has no entry or was not granted.
+    /// Extends the claim's lease. Returns `None` if the claim was not granted, or its entry does
+    /// not exist any more.
     async fn start_renewal(&self, claim: &Claim) -> Result<Option<PendingRenewal>, BackendError> {
         let cached = {
             let entry_guard = self.claims.lock_entry(claim).await;
@@ -183,11 +184,11 @@ impl EtcdBackend {
         let mut results = match results {
             Err(CallError::TooManyOperations) if names.len() > 1 => {
                 let (first_half, second_half) = names.split_at(names.len() / 2);
-                let both = try_join(
+                let halves = try_join(
                     Box::pin(self.read_entries(first_half, idle_timeout)),
                     Box::pin(self.read_entries(second_half, idle_timeout)),
                 );
-                let (first_half, second_half) = both.await?;
+                let (first_half, second_half) = halves.await?;
                 return Ok(first_half.merge(second_half));
             }
             results => results.map_err(CallError::into_error)?,

@@ -327,7 +327,7 @@ pub(crate) fn delete_with_tombstone(
 }
 
 /// Like [`delete_with_tombstone`]. If `name` has this revision, first reads the entries up to it.
-pub(crate) fn dequeue_in_mode(
+pub(crate) fn dequeue_non_exclusive(
     queue: &[u8],
     name: &[u8],
     create_revision: i64,
