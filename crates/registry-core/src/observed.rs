@@ -72,16 +72,17 @@ impl ObservedHolds {
         let (id, began_at) = (next_id(), Moment::now());
         let (key, mode) = (claim.key().as_str(), claim.mode());
         engine.emit(|| LockEvent::HoldBegan { id, key, mode, token });
-        self.list().push(ObservedHold { id, token, began_at });
+        self.open_holds().push(ObservedHold { id, token, began_at });
         id
     }
 
-    /// Emits the end event of a hold whose last guard is gone.
+    /// Emits the end event of a hold whose last guard is gone, or whose lock was converted. Does
+    /// nothing if the end event was emitted before.
     pub(crate) fn end(&self, engine: &Engine, claim: &Claim, id: u64) {
         let ended = {
-            let mut list = self.list();
-            let index = list.iter().position(|hold| hold.id == id);
-            index.map(|index| list.swap_remove(index))
+            let mut open_holds = self.open_holds();
+            let index = open_holds.iter().position(|hold| hold.id == id);
+            index.map(|index| open_holds.swap_remove(index))
         };
         if let Some(hold) = ended {
             hold.emit_end(engine, claim, HoldEnd::Released);
@@ -93,12 +94,12 @@ impl ObservedHolds {
         if engine.observers.is_empty() {
             return;
         }
-        for hold in mem::take(&mut *self.list()) {
+        for hold in mem::take(&mut *self.open_holds()) {
             hold.emit_end(engine, claim, HoldEnd::Lost(reason));
         }
     }
 
-    fn list(&self) -> MutexGuard<'_, Vec<ObservedHold>> {
+    fn open_holds(&self) -> MutexGuard<'_, Vec<ObservedHold>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct StallDetector(Arc<StallDetectorShared>);
 
 #[derive(Default)]
 struct StallDetectorShared {
-    registrations: Mutex<CheckedObjects>,
+    checked_objects: Mutex<CheckedObjects>,
     changed: Notify,
 }
 
@@ -58,19 +58,19 @@ impl StallDetector {
     /// for [`deregister`](Self::deregister).
     pub(crate) fn register(&self, object: Weak<dyn StallCheck>, unpolled_max: Duration) -> u64 {
         let check_interval = unpolled_max / 4;
-        let mut registrations = self.registrations();
-        let id = registrations.next_id;
-        registrations.next_id += 1;
+        let mut checked_objects = self.checked_objects();
+        let id = checked_objects.next_id;
+        checked_objects.next_id += 1;
         // The first round sets the time of the next check, so that the caller need not read the
         // clock.
-        let registration = CheckedObject { object, check_interval, next_check_at: Moment::PAST };
-        registrations.by_id.insert(id, registration);
+        let checked_object = CheckedObject { object, check_interval, next_check_at: Moment::PAST };
+        checked_objects.by_id.insert(id, checked_object);
         let shortens_round =
-            registrations.round_interval.is_none_or(|interval| check_interval < interval);
+            checked_objects.round_interval.is_none_or(|interval| check_interval < interval);
         if shortens_round {
-            registrations.round_interval = Some(check_interval);
+            checked_objects.round_interval = Some(check_interval);
         }
-        drop(registrations);
+        drop(checked_objects);
         if shortens_round {
             self.0.changed.notify_one();
         }
@@ -78,14 +78,14 @@ impl StallDetector {
     }
 
     pub(crate) fn deregister(&self, id: u64) {
-        // The registration is dropped after the unlock.
-        let registration = self.registrations().by_id.remove(&id);
-        drop(registration);
+        // The entry is dropped after the unlock.
+        let checked_object = self.checked_objects().by_id.remove(&id);
+        drop(checked_object);
     }
 
     /// Makes the task end.
     pub(crate) fn stop(&self) {
-        self.registrations().stopped = true;
+        self.checked_objects().stopped = true;
         self.0.changed.notify_one();
     }
 
@@ -97,32 +97,33 @@ impl StallDetector {
     /// Updates and returns the time until the next round. Returns `Some(None)` if no object is
     /// registered, and `None` after [`stop`](Self::stop).
     fn update_round_interval(&self) -> Option<Option<Duration>> {
-        let mut registrations = self.registrations();
-        if registrations.stopped {
+        let mut checked_objects = self.checked_objects();
+        if checked_objects.stopped {
             return None;
         }
-        let intervals = registrations.by_id.values().map(|entry| entry.check_interval);
-        registrations.round_interval = intervals.min();
-        Some(registrations.round_interval)
+        let intervals = checked_objects.by_id.values().map(|checked| checked.check_interval);
+        checked_objects.round_interval = intervals.min();
+        Some(checked_objects.round_interval)
     }
 
     /// Returns the objects that are due for a check, and schedules their next check.
     fn begin_round(&self, now: Moment) -> Vec<(u64, Weak<dyn StallCheck>)> {
-        let mut registrations = self.registrations();
+        let mut checked_objects = self.checked_objects();
         let mut due = Vec::new();
-        for (id, entry) in &mut registrations.by_id {
-            if entry.next_check_at <= now {
+        for (id, checked) in &mut checked_objects.by_id {
+            if checked.next_check_at <= now {
                 // The next check is due slightly before the interval ends. Otherwise, a round that
                 // comes exactly one interval later could find the object not yet due.
-                entry.next_check_at = now.after(entry.check_interval - entry.check_interval / 8);
-                due.push((*id, Weak::clone(&entry.object)));
+                checked.next_check_at =
+                    now.after(checked.check_interval - checked.check_interval / 8);
+                due.push((*id, Weak::clone(&checked.object)));
             }
         }
         due
     }
 
-    fn registrations(&self) -> MutexGuard<'_, CheckedObjects> {
-        self.0.registrations.lock().unwrap_or_else(PoisonError::into_inner)
+    fn checked_objects(&self) -> MutexGuard<'_, CheckedObjects> {
+        self.0.checked_objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -68,8 +68,8 @@ impl UpgradeRequest {
     }
 
     /// Creates the request for a key that was found in the queue.
-    pub(crate) fn from_key_value(key: KeyValue) -> Self {
-        Self::new(key.key, EtcdLease::new(key.lease, Duration::ZERO, Moment::now()))
+    pub(crate) fn from_key_value(found: KeyValue) -> Self {
+        Self::new(found.key, EtcdLease::new(found.lease, Duration::ZERO, Moment::now()))
     }
 }
 
@@ -127,14 +127,14 @@ impl ClaimEntry {
 
     /// Creates the entry for a key that was found in the queue. Its position and the remaining time
     /// of its lease are unknown.
-    pub(crate) fn from_key_value(key: KeyValue) -> Self {
-        let token = EntryRecord::of(&key).token;
+    pub(crate) fn from_key_value(found: KeyValue) -> Self {
+        let token = EntryRecord::of(&found).token;
         Self {
-            later_token: Some(token).filter(|token| *token != key.create_revision),
-            name: key.key,
-            lease: EtcdLease::new(key.lease, Duration::ZERO, Moment::now()),
+            later_token: Some(token).filter(|token| *token != found.create_revision),
+            name: found.key,
+            lease: EtcdLease::new(found.lease, Duration::ZERO, Moment::now()),
             ttl_seconds: None,
-            create_revision: Some(key.create_revision),
+            create_revision: Some(found.create_revision),
             is_granted: false,
             delayed_since: None,
             must_not_recycle: false,
@@ -359,7 +359,7 @@ mod tests {
             tokio::time::advance(TTL * 2 / 3).await;
             for claim in &all {
                 let mut entry_guard = claims.lock_entry(claim).await;
-                let entry = entry_guard.as_mut().expect("it was kept alive");
+                let entry = entry_guard.as_mut().expect("the lease was extended");
                 entry.lease.record_extension(Moment::now(), TTL, 1);
             }
             assert!(claims.take_expired().is_empty());

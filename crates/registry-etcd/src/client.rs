@@ -46,8 +46,8 @@ struct ClientState {
     /// The number of failed rounds. In a failed round, no member accepted a connection and the
     /// login.
     failed_rounds: AtomicU64,
-    /// The id of the last dropped connection. A connection is dropped after a fault, or for a new
-    /// login.
+    /// The id of the last dropped connection. A connection is dropped after a fault, for a new
+    /// login, or by [`EtcdClient::close`].
     last_disconnected: watch::Sender<u64>,
     next_connection_id: AtomicU64,
 }

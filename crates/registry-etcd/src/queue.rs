@@ -268,20 +268,20 @@ impl EtcdBackend {
         let predecessor_tombstone = old_predecessor
             .as_ref()
             .and_then(|predecessor| self.names.tombstone_name(&predecessor.name));
-        let read = txn::read_queue(
+        let request = txn::read_queue(
             &queue,
             &entry.name,
             create_revision,
             tombstone_prefix.as_deref(),
             predecessor_tombstone.as_deref(),
         );
-        let read = self.execute(read);
+        let response = self.execute(request);
         let (results, was_released) = match &old_predecessor {
             // The entry is probably first now, so the two requests run concurrently.
             Some(predecessor) if predecessor.is_deleted => {
-                join(read, self.was_released(predecessor)).await
+                join(response, self.was_released(predecessor)).await
             }
-            _ => (read.await, false),
+            _ => (response.await, false),
         };
         let read = results.and_then(|results| {
             QueueRead::decode(results, old_predecessor.as_ref()).map_err(CallError::Other)

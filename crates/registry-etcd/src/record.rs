@@ -216,10 +216,10 @@ mod tests {
         let claim = claim.with_label(Some("a label of three\n\0".into()));
         let record = encode(&claim, "host-1");
         assert!(record.starts_with(claim.id().to_string().as_bytes()));
-        let first_entry = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
-        let belongs_to = |id| belongs_to(&first_entry, id);
+        let entry = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
+        let belongs_to = |id| belongs_to(&entry, id);
         assert!(belongs_to(claim.id()) && !belongs_to(ClaimId::random()));
-        let holder = decode_holder(claim.key().clone(), &first_entry, None);
+        let holder = decode_holder(claim.key().clone(), &entry, None);
         assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
         assert_eq!(holder.token, FencingToken::new(7));
         assert!(holder.held_for.is_some());
@@ -296,11 +296,11 @@ mod tests {
     fn a_record_of_another_program_has_no_label_and_no_time() {
         for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"]
         {
-            let first_entry = KeyValue { value: record.to_vec(), ..KeyValue::default() };
-            let holder = decode_holder(Key::new("k").unwrap(), &first_entry, None);
+            let entry = KeyValue { value: record.to_vec(), ..KeyValue::default() };
+            let holder = decode_holder(Key::new("k").unwrap(), &entry, None);
             assert_eq!((holder.label, holder.held_for), (None, None));
             assert!(!belongs_to(
-                &first_entry,
+                &entry,
                 ClaimId::from_bits(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f)
             ));
         }
