@@ -1,6 +1,6 @@
 //! The connections of a backend. [`RedisConnections`] routes each command to the server of its slot
-//! and follows redirections. It transports scripts and does not interpret locks. `RedisStore` and
-//! `FencedWrites` call it.
+//! and follows redirections. It transports scripts and does not interpret locks. `RedisStore`,
+//! `Quorum` and `FencedWrites` call it.
 
 mod cluster;
 mod node;
@@ -133,7 +133,7 @@ impl RedisConnections {
         for node in self.nodes().await? {
             let refused = |error: RedisError| self.classify(&error, &node).as_refused();
             node.connect().await.map_err(refused)?;
-            // A server that does not support the required durability would refuse every grant.
+            // If a server does not support the required durability, every grant would be released.
             node.check_durability().await.map_err(|error| {
                 if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
                     invalid_client_config(&error).with_address(self.topology.address(&node))
@@ -155,7 +155,7 @@ impl RedisConnections {
     }
 
     /// Runs a script on the server of `slot`. Waits until the script's writes have the configured
-    /// durability.
+    /// durability, or the time limit for it is over.
     pub(crate) async fn run_durably(
         &self,
         slot: u16,
@@ -295,22 +295,24 @@ fn join_addresses(all: &[ServerAddress]) -> String {
 /// Returns a function that connects to one server.
 fn connector(config: &RedisConfig, address: &ServerAddress) -> RedisResult<Connector> {
     let client = config.connection.server_client(address)?;
-    let (connect, response) = (config.connect_timeout, config.response_timeout);
+    let (connect_timeout, response_timeout) = (config.connect_timeout, config.response_timeout);
     Ok(Arc::new(move |on_push| {
         let client = client.clone();
-        Box::pin(async move { open_connection(&client, connect, response, on_push).await })
+        Box::pin(async move {
+            open_connection(&client, connect_timeout, response_timeout, on_push).await
+        })
     }))
 }
 
 async fn open_connection(
     client: &redis::Client,
-    connect: Duration,
-    response: Duration,
+    connect_timeout: Duration,
+    response_timeout: Duration,
     on_push: PushHandler,
 ) -> RedisResult<MultiplexedConnection> {
     let settings = redis::AsyncConnectionConfig::new()
-        .set_connection_timeout(Some(connect))
-        .set_response_timeout(Some(response))
+        .set_connection_timeout(Some(connect_timeout))
+        .set_response_timeout(Some(response_timeout))
         .set_push_sender(move |push| {
             on_push(push);
             Ok::<(), std::convert::Infallible>(())
@@ -343,6 +345,6 @@ fn redact_credentials(client: &redis::Client, error: RedisError) -> RedisError {
     error
 }
 
-/// The maximum number of redirections per command. A second redirection occurs only if a slot
-/// migrates during the call.
+/// The maximum number of `MOVED`, `ASK` and `TRYAGAIN` responses per command. A command receives
+/// more than one of them if a slot migrates or the slot maps of the servers differ.
 const REDIRECTIONS_MAX: usize = 8;

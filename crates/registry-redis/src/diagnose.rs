@@ -1,4 +1,5 @@
-//! Checks the servers' settings for hazards. Reads the clock and the `run_id` of quorum masters.
+//! Checks the servers' settings for hazards. Reads the clock, the `run_id` and the stored process
+//! age of quorum masters.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -28,7 +29,7 @@ impl RedisStore {
 
     async fn diagnose_node(&self, node: &Arc<RedisNode>) -> Result<Vec<Finding>, BackendError> {
         let mut findings = Vec::new();
-        let info: String = self.info(node, "everything").await?;
+        let info: String = self.fetch_info(node, "everything").await?;
         let value = |name: &str| {
             info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
         };
@@ -62,7 +63,7 @@ impl RedisStore {
             findings.push(Finding::warning(
                 "the server does not persist its writes: a restart frees all locks; set appendonly yes and appendfsync always",
             ));
-        } else if let Some(fsync) = self.config_value(node, "appendfsync").await
+        } else if let Some(fsync) = self.fetch_setting(node, "appendfsync").await
             && fsync != "always"
         {
             findings.push(Finding::warning(format!(
@@ -71,7 +72,7 @@ impl RedisStore {
         }
         if value("connected_slaves").is_some_and(|replicas| replicas != "0")
             && self
-                .config_value(node, "min-replicas-to-write")
+                .fetch_setting(node, "min-replicas-to-write")
                 .await
                 .is_some_and(|value| value == "0")
         {
@@ -91,16 +92,20 @@ impl RedisStore {
         Ok(findings)
     }
 
-    /// Returns a server setting, or `None` if the user may not read it. Most managed servers forbid
-    /// `CONFIG`.
-    async fn config_value(&self, node: &Arc<RedisNode>, name: &str) -> Option<String> {
+    /// Fetches a server setting. Returns `None` if the user may not read it. Most managed servers
+    /// forbid `CONFIG`.
+    async fn fetch_setting(&self, node: &Arc<RedisNode>, name: &str) -> Option<String> {
         let command = redis::cmd("CONFIG").arg("GET").arg(name).to_owned();
         let pairs: Vec<(String, String)> =
             parse_response(self.connections.send_command(node, &command).await.ok()?).ok()?;
         pairs.into_iter().next().map(|(_, value)| value)
     }
 
-    async fn info(&self, node: &Arc<RedisNode>, section: &str) -> Result<String, BackendError> {
+    async fn fetch_info(
+        &self,
+        node: &Arc<RedisNode>,
+        section: &str,
+    ) -> Result<String, BackendError> {
         parse_response(
             self.connections
                 .send_command(node, &redis::cmd("INFO").arg(section).to_owned())
@@ -108,9 +113,9 @@ impl RedisStore {
         )
     }
 
-    /// Returns by how many microseconds the clock of a single server is ahead of the local clock.
+    /// Measures by how many microseconds the clock of a single server is ahead of the local clock.
     /// Callers compare these offsets between servers.
-    pub(crate) async fn clock_offset(&self) -> Result<i64, BackendError> {
+    pub(crate) async fn measure_clock_offset(&self) -> Result<i64, BackendError> {
         let local_time = || {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
@@ -127,15 +132,15 @@ impl RedisStore {
         Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
     }
 
-    /// Returns the `run_id` of a single server. Each start of the server process changes the
+    /// Fetches the `run_id` of a single server. Each start of the server process changes the
     /// `run_id`.
-    pub(crate) async fn run_id(&self) -> Result<String, BackendError> {
+    pub(crate) async fn fetch_run_id(&self) -> Result<String, BackendError> {
         let Some(node) = self.connections.known_node(0) else {
             return Err(BackendError::transient(
                 "redis: no server is known; check that the cluster is up",
             ));
         };
-        let info = self.info(&node, "server").await?;
+        let info = self.fetch_info(&node, "server").await?;
         let id = info.lines().find_map(|line| line.strip_prefix("run_id:"));
         id.map(|id| id.trim().to_owned()).ok_or_else(unexpected_response)
     }

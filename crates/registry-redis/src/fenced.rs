@@ -22,7 +22,8 @@ use crate::store::{channel_scheme, key_names, unexpected_response};
 /// come from any store.
 ///
 /// The newest token of a resource `KEY` is stored under `lock-registry:fence:{KEY}`, without an
-/// expiry. Delete this key together with the resource, once no holder can have an old token.
+/// expiry. If `KEY` already contains a hash tag, no braces are added. Delete this key together with
+/// the resource, once no holder can have an old token.
 ///
 /// # Examples
 /// ```no_run

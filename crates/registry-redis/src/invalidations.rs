@@ -69,9 +69,9 @@ impl InvalidationForwarder {
     /// invalidations for untracked keys.
     pub(crate) fn notify_after_delay<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
         let mut keys = self.0.untracked_keys.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_idle = keys.is_empty();
+        let was_empty = keys.is_empty();
         keys.extend(names.filter_map(|name| self.parse_key(name)));
-        if is_idle && !keys.is_empty() {
+        if was_empty && !keys.is_empty() {
             let invalidations = self.clone();
             tokio::spawn(async move {
                 tokio::time::sleep(UNTRACKED_KEY_DELAY).await;

@@ -21,9 +21,9 @@ use tokio::time::timeout;
 use crate::connections::{Connector, PushHandler};
 use crate::names::RedisKeyNames;
 
-/// How long a channel without waiters stays subscribed. A caller that waited once often waits
-/// again.
-const UNUSED_CHANNEL_LIFETIME: Duration = Duration::from_secs(1);
+/// The interval between two removals of channels without waiters. A caller that waited once often
+/// waits again, so such a channel stays subscribed for up to two intervals.
+const UNUSED_CHANNEL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The limits of the pause between connection attempts.
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -59,7 +59,7 @@ struct ReleaseChannel {
     last_event: u64,
     /// The server has confirmed the subscription on the current connection.
     is_subscribed: bool,
-    /// A caller has waited since the last call of `remove_idle`. A caller between two attempts will
+    /// A wait has begun since the last call of `remove_idle`. A caller between two attempts will
     /// wait again soon, so the channel stays subscribed.
     was_awaited: bool,
 }
@@ -186,7 +186,8 @@ impl ChannelTable {
         self.channels().values_mut().for_each(|channel| channel.is_subscribed = false);
     }
 
-    /// Removes and returns the channels that have no waiter and had none since the last call.
+    /// Removes and returns the channels that have no waiter, if no wait has begun since the last
+    /// call.
     fn remove_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = channels.extract_if(|name, channel| {
@@ -218,8 +219,8 @@ async fn run(
             let reason = serve(&table, connection, pushes, &mut subscribe_requests).await;
             table.mark_all_unsubscribed();
             match reason {
-                // The pause keeps growing, because some servers accept the connection and refuse
-                // every subscription.
+                // The pause keeps growing, because some servers accept the connection and respond
+                // to no subscription.
                 DisconnectReason::NotSubscribed => {}
                 // The connection was usable until now, so the pause restarts at its minimum.
                 DisconnectReason::ConnectionLost => pause = RETRY_PAUSE_MIN,
@@ -258,7 +259,7 @@ async fn serve(
     if !subscribe(table, &mut connection, &table.names()).await {
         return DisconnectReason::NotSubscribed;
     }
-    let mut cleanup = tokio::time::interval(UNUSED_CHANNEL_LIFETIME);
+    let mut cleanup = tokio::time::interval(UNUSED_CHANNEL_CHECK_INTERVAL);
     cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut ticks = 0_u32;
     loop {
@@ -387,7 +388,7 @@ async fn ping_succeeds(connection: &mut MultiplexedConnection) -> bool {
     matches!(timeout(RESPONSE_TIMEOUT, connection.send_packed_command(&ping)).await, Ok(Ok(_)))
 }
 
-/// The number of intervals of [`UNUSED_CHANNEL_LIFETIME`] between two PINGs.
+/// The number of intervals of [`UNUSED_CHANNEL_CHECK_INTERVAL`] between two PINGs.
 const PING_TICKS: u32 = 5;
 
 /// The time limit for a response of the server.

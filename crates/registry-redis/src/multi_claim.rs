@@ -90,10 +90,10 @@ impl StoredValue {
         if let Some(record) = parse_multi_claim_record(&self.value)? {
             return Ok(Some(record));
         }
-        let Some((id, token, since, label)) = ExclusiveRecord::parts(&self.value) else {
+        let Some((id, token, since, label)) = ExclusiveRecord::parse_fields(&self.value) else {
             return Ok(None);
         };
-        let until = self.exclusive_end().unwrap_or_else(|| self.after(WITHOUT_EXPIRY));
+        let until = self.exclusive_end().unwrap_or_else(|| self.after(LEASE_WITHOUT_EXPIRY));
         let holder = Claim::new(PLACEHOLDER_KEY.with(Clone::clone), Duration::ZERO)
             .with_id(id)
             .with_label(label.map(Into::into));
@@ -226,8 +226,9 @@ impl RedisStore {
             call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1).arg(seen.expected_end());
         let is_granted = matches!(attempt, Attempt::Granted(_));
         if is_granted {
-            // This attempt is a downgrade, or withdraws an upgrade. Other claims may then be
-            // granted, so the script publishes a release message.
+            // This attempt is a downgrade, withdraws an upgrade, or writes an earlier grant again.
+            // In the first two cases, other claims may then be granted, so the script publishes a
+            // release message.
             call = call
                 .arg(self.publish_command)
                 .arg(self.names.message(lock))
@@ -309,4 +310,4 @@ const WRITE_ATTEMPTS_MAX: u32 = 100;
 /// are rounded to milliseconds.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(3);
 /// The assumed remaining lease of a key whose expiry another client has removed.
-const WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);
+const LEASE_WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);

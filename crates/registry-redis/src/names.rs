@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | native | `NS:{KEY}`, escaped | `NS:{KEY}:token` | same as the lock |
 //! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
-//! | Redisson | `KEY`, `NS:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
+//! | Redisson | `KEY`, or `NS:KEY` with a namespace | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
 //! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` adds braces, unless `LOCK`
 //! already contains a hash tag. In a channel of Redisson, it adds braces unless `LOCK` contains an

@@ -9,10 +9,10 @@
 //! master that lost its data and whose clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
-//! responses may change the decision, the quorum awaits them for a grace period: twice the time
-//! that the majority took. Requests to the remaining masters continue in the background. If such a
-//! request is granted late and the claim already holds the lock, the grant counts in later
-//! renewals. If the claim does not hold the lock, the quorum withdraws the grant.
+//! responses may change the decision, the quorum awaits them for a grace period, which the
+//! constants at the end of this file limit. Requests to the remaining masters continue in the
+//! background. If such a request is granted late and the claim already holds the lock, the grant
+//! counts in later renewals. If the claim does not hold the lock, the quorum withdraws the grant.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -274,8 +274,9 @@ impl Quorum {
         votes.into_iter().map(|votes| votes.result(self).unwrap_or_else(undecided)).collect()
     }
 
-    /// Releases the claim on all masters. Returns once a majority has responded. Background tasks
-    /// retry the release on the remaining masters until the lease ends.
+    /// Releases the claim on all masters. Returns once the responses of a majority decide, see
+    /// `await_release`. Background tasks retry the release on the remaining masters until the lease
+    /// ends, within [`RELEASE_RETRIES_MAX`].
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let round = self.pending_rounds().get(&claim.id()).and_then(Weak::upgrade);
         if let Some(round) = &round {
@@ -433,7 +434,7 @@ impl Quorum {
 
     /// Returns a finding for each address that leads to the same server as an earlier address.
     async fn diagnose_duplicates(&self) -> Vec<Finding> {
-        let ids = join_all(self.masters.iter().map(|master| master.store.run_id())).await;
+        let ids = join_all(self.masters.iter().map(|master| master.store.fetch_run_id())).await;
         let known: Vec<(String, String)> = (self.masters.iter().zip(ids))
             .filter_map(|(master, id)| Some((master.name(), id.ok()?)))
             .collect();
@@ -449,7 +450,8 @@ impl Quorum {
 
     /// Returns a finding if the masters' clocks differ too much.
     async fn diagnose_clock_skew(&self) -> Option<Finding> {
-        let offsets = join_all(self.masters.iter().map(|master| master.store.clock_offset())).await;
+        let measurements = self.masters.iter().map(|master| master.store.measure_clock_offset());
+        let offsets = join_all(measurements).await;
         let offsets: Vec<i64> = offsets.into_iter().filter_map(Result::ok).collect();
         let skew = offsets.iter().max()? - offsets.iter().min()?;
         (skew > CLOCK_SKEW_MAX_US).then(|| {
@@ -470,7 +472,7 @@ impl Quorum {
 async fn identify_master(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
     if master.first_run_id.get().is_none() {
-        let id = match master.store.run_id().await {
+        let id = match master.store.fetch_run_id().await {
             Ok(id) => id,
             // The server responds, but the user may not read the `run_id`.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
@@ -528,7 +530,7 @@ impl QuorumMaster {
     /// response. The first client that measures `min_uptime` stores this age on the server, for
     /// clients that start later.
     async fn verify_min_uptime(&self) -> Result<bool, BackendError> {
-        let run_id = self.store.run_id().await?;
+        let run_id = self.store.fetch_run_id().await?;
         let (age, is_verified) = {
             let mut observed = self.observed_process();
             let now = Instant::now();
@@ -597,9 +599,9 @@ impl QuorumMaster {
         self.store.try_acquire_on_master(claim, &state.round_id).await
     }
 
-    /// Releases the claim. Retries until the server responds or the lease ends. If
-    /// `may_still_grant` returns true, also retries after `NotHeld`, because a late request may
-    /// still acquire the lock.
+    /// Releases the claim. Retries after an error until the lease ends, within
+    /// [`RELEASE_RETRIES_MAX`]. If `may_still_grant` returns true, also retries after `NotHeld`,
+    /// because a late request may still acquire the lock.
     async fn release_with_retries(
         &self,
         claim: &Claim,
@@ -742,7 +744,7 @@ impl<'a> QuorumRound<'a> {
         requests.set_grace_period(BUSY_GRACE_PERIOD);
         let mut votes = Votes::default();
         let mut is_grace_period_shortened = false;
-        while !votes.decide_round(quorum, requests.is_in_grace_period) {
+        while !votes.is_decided(quorum, requests.is_in_grace_period) {
             match requests.next().await {
                 ResponseEvent::Response(response) => votes.add(response),
                 ResponseEvent::GracePeriodOver => continue,
@@ -917,10 +919,10 @@ impl RenewalVotes {
 
 /// Returns the outcome of a round in which other claims hold the lock on too many masters.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundOutcome {
-    // Two masters return the same token only if a majority has agreed on it. Otherwise several
-    // attempts may have blocked each other. These attempts retry after a random pause. A release
-    // message would wake all these attempts at the same time, and the attempts would block each
-    // other again.
+    // Two masters return the same token only after a round that a majority granted has written it.
+    // Otherwise several attempts may have blocked each other. These attempts retry after a random
+    // pause. A release message would wake all these attempts at the same time, and the attempts
+    // would block each other again.
     let agreed_index = busy.iter().position(|(_, holder)| {
         busy.iter().filter(|(_, other)| holder.token == other.token).count() > 1
     });
@@ -967,7 +969,7 @@ impl Votes {
     }
 
     /// Returns whether the round needs no further response.
-    fn decide_round(&self, quorum: &Quorum, is_in_grace_period: bool) -> bool {
+    fn is_decided(&self, quorum: &Quorum, is_in_grace_period: bool) -> bool {
         let Self { granted, busy, failed, .. } = self;
         if *failed > quorum.failures_max() {
             return true;

@@ -32,9 +32,11 @@ impl ExclusiveRecord {
         Self { token, since_us, label }
     }
 
-    /// Returns the claim, the token, the time of the grant in us, and the label. Returns `None` for
+    /// Parses the claim, the token, the time of the grant in us, and the label. Returns `None` for
     /// a value of another program.
-    pub(crate) fn parts(bytes: &[u8]) -> Option<(ClaimId, FencingToken, u64, Option<String>)> {
+    pub(crate) fn parse_fields(
+        bytes: &[u8],
+    ) -> Option<(ClaimId, FencingToken, u64, Option<String>)> {
         let text = std::str::from_utf8(bytes).ok()?;
         let (claim, rest) = text.split_at_checked(32)?;
         let token = rest.trim_start().split([' ', '.']).next()?.parse().ok()?;

@@ -19,7 +19,7 @@ pub(crate) struct Scripts {
     pub(crate) acquire_all: Script,
     /// Adds a grant to a record of several claims.
     pub(crate) acquire_entry: Script,
-    /// Replaces a record of several claims.
+    /// Replaces the value of a lock by a record of several claims, if the value has not changed.
     pub(crate) replace_record: Script,
     /// Extends leases. Never shortens a lease and never recreates a lock.
     pub(crate) renew: Script,

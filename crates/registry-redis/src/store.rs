@@ -55,6 +55,7 @@ pub(crate) enum BatchResult {
     Granted(Vec<(FencingToken, Duration)>),
     /// The index of a busy lock, and the response for it.
     Busy(usize, AcquireResult),
+    /// One script cannot decide the attempt. The engine then tries each claim separately.
     Declined,
 }
 
@@ -182,7 +183,7 @@ impl RedisStore {
     }
 
     /// Tries to acquire the exclusive locks of all claims with one script. Declines claims of
-    /// different slots, and grants that must be durable.
+    /// different slots, grants that must be durable, and keys with a record of several claims.
     pub(crate) async fn try_acquire_all(
         &self,
         claims: &[Claim],
@@ -373,9 +374,9 @@ impl RedisStore {
         &self,
         claims: &[Claim],
     ) -> Vec<Result<Released, BackendError>> {
-        let single = |claim| self.release(claim);
+        let release_one = |claim| self.release(claim);
         let Some((slot, keys)) = self.keys_of_one_slot(claims) else {
-            return join_all(claims.iter().map(single)).await;
+            return join_all(claims.iter().map(release_one)).await;
         };
         let mut call = self.scripts.release_all.call(keys.iter().map(String::as_str));
         for (claim, lock) in claims.iter().zip(keys.iter().step_by(2)) {
@@ -387,7 +388,7 @@ impl RedisStore {
             Ok(bits) => bits,
             // A migrating slot has its keys on two servers, and one script cannot access both.
             Err(error) if self.is_cluster && error.refused() => {
-                return join_all(claims.iter().map(single)).await;
+                return join_all(claims.iter().map(release_one)).await;
             }
             Err(error) => return vec![Err(error); claims.len()],
         };
@@ -586,7 +587,7 @@ impl RedisStore {
             if cursor == 0 {
                 return Ok(found);
             }
-            // A proxy may never return cursor 0. The engine's shorter time-out is over at this
+            // A proxy may never return cursor 0. The engine's default time-out is over at this
             // point.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
@@ -740,8 +741,8 @@ pub(crate) fn ceil_millis(span: Duration) -> u64 {
 const CLAIM_BYTES: usize = 32;
 /// The approximate number of keys that one SCAN call visits.
 const SCAN_COUNT: usize = 500;
-/// The number of locks per call of the inspect script. With client tracking, some servers register
-/// all keys of the script at each read.
+/// The number of locks per call of the inspect script. A script blocks all other clients of its
+/// server, so it must be short.
 const KEYS_PER_INSPECTION: usize = 20;
 /// The number of concurrent calls of the inspect script.
 pub(crate) const INSPECTIONS_MAX: usize = 32;

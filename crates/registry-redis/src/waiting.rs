@@ -42,7 +42,7 @@ impl WaiterStore for RedisStore {
             Some(key) => vec![key.clone()],
             None => self.keys_with_waiters().await?,
         };
-        let requests: Vec<_> = keys.iter().map(|key| self.waiting_for(key)).collect();
+        let requests: Vec<_> = keys.iter().map(|key| self.load_waiting_claims(key)).collect();
         let waiting: Vec<Vec<WaitingClaim>> =
             stream::iter(requests).buffer_unordered(INSPECTIONS_MAX).try_collect().await?;
         Ok(waiting.into_iter().flatten().collect())
@@ -50,7 +50,7 @@ impl WaiterStore for RedisStore {
 }
 
 impl RedisStore {
-    async fn waiting_for(&self, key: &Key) -> Result<Vec<WaitingClaim>, BackendError> {
+    async fn load_waiting_claims(&self, key: &Key) -> Result<Vec<WaitingClaim>, BackendError> {
         let lock = self.names.lock_name(key);
         let call = self.scripts.waiters.call([self.names.waiters_key(&lock)]);
         let response: Vec<Value> =

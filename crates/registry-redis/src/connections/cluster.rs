@@ -194,7 +194,7 @@ impl ClusterState {
         }
     }
 
-    /// Requests a refresh and waits until a refresh completes.
+    /// Requests a refresh. Waits until a refresh completes, or both time limits are over.
     async fn refresh_now(&self) {
         let mut refresh_count = self.refresh_count.subscribe();
         let count_before = *refresh_count.borrow();
@@ -275,7 +275,8 @@ impl ClusterState {
             self.invalidations.registries().notify_all();
         }
         drop(old_owners);
-        // A server without slots has no locks, so the client drops its connections.
+        // A server without slots has no locks, so the client drops its connections. The configured
+        // members stay, because each refresh queries them.
         let masters = self.masters();
         let members = &self.members;
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
@@ -299,15 +300,15 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, and the server's configuration epoch. Larger
-    /// values are newer.
+    /// Whether the server reports a healthy cluster, and the newest cluster epoch that the server
+    /// knows. Larger values are newer.
     freshness: (bool, u64),
     ranges: Vec<SlotRange>,
 }
 
 async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
-    let query = async |what: &str| {
-        let command = redis::cmd("CLUSTER").arg(what).to_owned();
+    let query = async |subcommand: &str| {
+        let command = redis::cmd("CLUSTER").arg(subcommand).to_owned();
         let queried = timeout(RESPONSE_TIMEOUT, node.send_command(&command)).await;
         let timed_out = |_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
         queried.unwrap_or_else(timed_out)

@@ -203,7 +203,8 @@ impl RedisNode {
         Ok(responses)
     }
 
-    /// Runs a script and waits until its writes have the configured durability.
+    /// Runs a script. Waits until its writes have the configured durability, or the time limit for
+    /// it is over.
     pub(crate) async fn run_durably(
         &self,
         call: &ScriptCall<'_>,
@@ -260,7 +261,7 @@ impl RedisNode {
         let wanted = i64::from(self.durability.replicas);
         let (disk, replicas) = match reached {
             Value::Int(replicas) => (true, *replicas),
-            Value::Array(both) => match both[..] {
+            Value::Array(counts) => match counts[..] {
                 [Value::Int(disk), Value::Int(replicas)] => (disk > 0, replicas),
                 _ => (false, 0),
             },

@@ -63,9 +63,9 @@ impl SentinelTopology {
     ) -> RedisResult<Self> {
         let sentinel = |address| {
             let client = config.connection.sentinel_client(address)?;
-            let (own_client, connect_timeout) = (client.clone(), config.connect_timeout);
+            let (connect_client, connect_timeout) = (client.clone(), config.connect_timeout);
             let connect = move |_| -> ConnectFuture {
-                let client = own_client.clone();
+                let client = connect_client.clone();
                 let settings = redis::AsyncConnectionConfig::new()
                     .set_connection_timeout(Some(connect_timeout))
                     .set_response_timeout(Some(RESPONSE_TIMEOUT));
@@ -128,7 +128,8 @@ impl Topology for SentinelTopology {
             || error.code() == Some("UNBLOCKED")
         {
             if demotion_errors.contains(&error.kind()) {
-                // The connection is intact, but its server is not the master.
+                // The connection is intact, but its server is not the master or still loads its
+                // data.
                 self.node.reset_connections();
             }
             self.state.refresh_requested.notify_one();
@@ -245,7 +246,8 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
     })
 }
 
-/// Refreshes the master's address after failover messages and at regular intervals, until aborted.
+/// Refreshes the master's address after failover messages, on request, and at regular intervals,
+/// until aborted.
 async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
     let mut index = 0;
     loop {

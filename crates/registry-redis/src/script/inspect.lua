@@ -9,8 +9,8 @@ for i = 1, #KEYS, 2 do
     return {err = failure_text(claim_or_failure)}
   end
   if not is_read or record == '' then
-    -- Another program wrote a value of another type or an empty value. `acquire` also reports such
-    -- a key as held.
+    -- Another program wrote a value of another type or an empty value. `acquire` fails for such a
+    -- type, and reports an empty value as held.
     record = '?'
   end
   if record and not has_several_claims(record) then
