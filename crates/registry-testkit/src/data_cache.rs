@@ -25,7 +25,7 @@ fn cache_folder(program: &Path) -> io::Result<PathBuf> {
 ///
 /// # Cancel safety
 /// Dropping the future may leave the folder incomplete.
-pub(crate) async fn fill<S: ServerDescription>(
+pub(crate) async fn copy_or_install<S: ServerDescription>(
     server: &ManagedServer<S>,
     installer: Command,
 ) -> io::Result<()> {
@@ -54,7 +54,7 @@ pub(crate) async fn install<S: ServerDescription>(
     installer: Command,
 ) -> io::Result<()> {
     let installed = run_command::run(installer, "").await;
-    installed.map(drop).map_err(|error| server.not_started(&error.to_string()))
+    installed.map(drop).map_err(|error| server.start_error(&error.to_string()))
 }
 
 /// Copies a folder with its owners and modes.

@@ -288,12 +288,13 @@ impl LockHolder {
         pending: PendingReply,
         limit: Duration,
     ) -> io::Result<T> {
-        let mut read = pending.lines_before;
+        let mut next_line = pending.lines_before;
         let result = |line: &str| {
             let reply: Reply<String> = serde_json::from_str(line).ok()?;
             (reply.reply_to == pending.number).then_some(reply.result)
         };
-        let result = self.process.find_line(&mut read, result, limit).await.map_err(timed_out)?;
+        let result =
+            self.process.find_line(&mut next_line, result, limit).await.map_err(timed_out)?;
         Ok(serde_json::from_value(result.map_err(io::Error::other)?)?)
     }
 

@@ -170,13 +170,14 @@ impl ManagedProcess {
         }
         children.iter().for_each(|&child| _ = kill(child, Signal::SIGKILL));
         // The script ends after it has reaped the server, so its end means that the port is free.
-        block_until(|| !self.is_up() && children.iter().all(|&child| state(child).is_none()));
+        let children_ended = || children.iter().all(|&child| process_state(child).is_none());
+        block_until(|| !self.is_up() && children_ended());
     }
 
     /// Like [`kill`](Self::kill), but the server reaps its killed children before it ends: `signal`
-    /// makes the server shut down and wait for them. If the server were killed first, the init process would inherit
-    /// its killed children. In a container, that process often reaps no children, so they would
-    /// stay in the process table.
+    /// makes the server shut down and wait for them. If the server were killed first, the init
+    /// process would inherit its killed children. In a container, that process often reaps no
+    /// children, so they would stay in the process table.
     pub(crate) fn kill_and_reap(self, signal: Signal) {
         if let Ok(pid) = self.pid() {
             let children = self.children();
@@ -202,14 +203,14 @@ fn pause_process(pid: Pid) -> io::Result<()> {
     kill(pid, Signal::SIGSTOP)?;
     // Only Linux has `/proc`, which shows whether the signal has taken effect.
     if cfg!(target_os = "linux") {
-        block_until(|| matches!(state(pid), None | Some('T')));
+        block_until(|| matches!(process_state(pid), None | Some('T')));
     }
     Ok(())
 }
 
 /// Returns the process state from `/proc`. Returns `None` for a process that has ended, reaped or
 /// not.
-fn state(pid: Pid) -> Option<char> {
+fn process_state(pid: Pid) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next().filter(|&state| state != 'Z')
 }

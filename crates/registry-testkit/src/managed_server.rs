@@ -86,7 +86,7 @@ impl<S: ServerDescription> ManagedServer<S> {
     }
 
     /// Creates a command that runs `program` under the server's account.
-    pub(crate) fn tool(&self, program: impl AsRef<OsStr>) -> Command {
+    pub(crate) fn account_command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.account.command(program);
         // The account may have no access to the working directory of the test.
         command.current_dir(self.folder());
@@ -94,8 +94,8 @@ impl<S: ServerDescription> ManagedServer<S> {
     }
 
     /// Creates a command that runs the server program with the environment of the options.
-    pub(crate) fn server_program(&self) -> Command {
-        let mut command = self.tool(&self.options.program);
+    pub(crate) fn program_command(&self) -> Command {
+        let mut command = self.account_command(&self.options.program);
         self.options.set_environment(&mut command);
         command
     }
@@ -174,11 +174,11 @@ impl<S: ServerDescription> ManagedServer<S> {
         if let Some(running) = &mut self.running {
             running.wait_for_remaining_output().await;
         }
-        Err(self.not_started(&self.output_text()))
+        Err(self.start_error(&self.output_text()))
     }
 
     /// Returns the error of a server that does not start.
-    pub(crate) fn not_started(&self, output: &str) -> io::Error {
+    pub(crate) fn start_error(&self, output: &str) -> io::Error {
         let ServerProgram { name, package, .. } = S::PROGRAM;
         io::Error::other(format!(
             "{name} does not start; is it installed (apt-get install {package})? Its output:\n{output}"

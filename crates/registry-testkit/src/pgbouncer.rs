@@ -41,7 +41,7 @@ impl ServerDescription for Pooler {
     }
 
     fn command(server: &PgBouncer) -> io::Result<Command> {
-        let mut command = server.server_program();
+        let mut command = server.program_command();
         command.arg(server.file("settings"));
         Ok(command)
     }
@@ -65,14 +65,14 @@ impl PgBouncer {
         let mut bouncer = Self::new(options, ())?;
         let login = format!("\"postgres\" \"{}\"\n", server.password().unwrap_or(""));
         bouncer.write_file("users", login)?;
-        let (server_port, own_port) = (server.addr().port(), bouncer.port().number());
+        let (server_port, bouncer_port) = (server.addr().port(), bouncer.port().number());
         let auth_method = if server.password().is_some() { "scram-sha-256" } else { "trust" };
         let encryption = if server.is_encrypted() { "require" } else { "disable" };
         bouncer.write_file(
             "settings",
             format!(
                 "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\n\
-                 listen_addr = 127.0.0.1\nlisten_port = {own_port}\nunix_socket_dir =\n\
+                 listen_addr = 127.0.0.1\nlisten_port = {bouncer_port}\nunix_socket_dir =\n\
                  auth_type = {auth_method}\nauth_file = {}\nadmin_users = postgres\n\
                  pool_mode = transaction\nserver_tls_sslmode = {encryption}\n\
                  # Clients send this parameter when they connect. It has no effect on them.\n\

@@ -22,7 +22,7 @@ pub struct Port {
 impl Port {
     /// Reserves a free port.
     pub fn reserve() -> io::Result<Self> {
-        let reserved = bound(0)?;
+        let reserved = bind_socket(0)?;
         let number = reserved.local_addr()?.port();
         Ok(Self { reserved, number })
     }
@@ -45,7 +45,7 @@ impl Port {
     /// # Panics
     /// Panics outside a tokio runtime with I/O enabled.
     pub fn listen(&self) -> io::Result<TcpListener> {
-        bound(self.number)?.listen(1_024)
+        bind_socket(self.number)?.listen(1_024)
     }
 
     /// Releases the port, for a server that does not set `SO_REUSEADDR`. Another program may bind
@@ -64,7 +64,7 @@ impl fmt::Display for Port {
     }
 }
 
-fn bound(number: u16) -> io::Result<TcpSocket> {
+fn bind_socket(number: u16) -> io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
     // With this option, a second socket can bind the same port as long as at most one of them
     // listens.

@@ -71,7 +71,7 @@ impl HelperProcess {
         let pid = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
         // From here on, dropping `helper` kills the process on every error path.
         let (output_sender, output) = watch::channel(ProcessOutput::default());
-        let (ended, exit) = watch::channel(None);
+        let (exit_sender, exit) = watch::channel(None);
         let helper = Self { child, stdin, pid, output, exit, lines_read: 0 };
 
         let output_sender = Arc::new(output_sender);
@@ -92,7 +92,7 @@ impl HelperProcess {
             }
         })?;
         thread::Builder::new().name(format!("exit of {pid}")).spawn(move || {
-            ended.send_replace(wait_unreaped(pid));
+            exit_sender.send_replace(wait_unreaped(pid));
         })?;
         Ok(helper)
     }
@@ -127,16 +127,17 @@ impl HelperProcess {
         predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
     ) -> Result<T, TimeoutError> {
-        let mut read = self.lines_read;
-        let found = self.find_line(&mut read, predicate, limit).await;
-        self.lines_read = read;
+        let mut next_line = self.lines_read;
+        let found = self.find_line(&mut next_line, predicate, limit).await;
+        self.lines_read = next_line;
         found
     }
 
-    /// Like [`expect_map`](Self::expect_map), from the line number `read` on, which it advances.
+    /// Like [`expect_map`](Self::expect_map), from line `next_line` on. Advances `next_line` beyond
+    /// each line that it checks.
     pub(crate) async fn find_line<T>(
         &self,
-        read: &mut usize,
+        next_line: &mut usize,
         mut predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
     ) -> Result<T, TimeoutError> {
@@ -145,8 +146,8 @@ impl HelperProcess {
         loop {
             let ended = {
                 let output = output.borrow_and_update();
-                for line in &output.stdout[*read..] {
-                    *read += 1;
+                for line in &output.stdout[*next_line..] {
+                    *next_line += 1;
                     if let Some(found) = predicate(line) {
                         return Ok(found);
                     }
@@ -276,13 +277,13 @@ impl HelperProcess {
         }
     }
 
-    fn timeout_error(&self, what: &str) -> TimeoutError {
+    fn timeout_error(&self, problem: &str) -> TimeoutError {
         let output = self.output.borrow();
         let stdout = output.stdout.join("\n");
         let exit = self.exit.borrow();
-        let alive = exit.map_or_else(|| "alive".to_owned(), |status| status.to_string());
+        let status = exit.map_or_else(|| "alive".to_owned(), |status| status.to_string());
         TimeoutError::new(format!(
-            "helper process {} ({alive}) {what}\n--- stdout\n{stdout}\n--- stderr\n{}---",
+            "helper process {} ({status}) {problem}\n--- stdout\n{stdout}\n--- stderr\n{}---",
             self.pid, output.stderr
         ))
     }

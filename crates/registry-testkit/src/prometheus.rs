@@ -44,7 +44,7 @@ impl ServerDescription for Scraper {
     }
 
     fn command(server: &Prometheus) -> io::Result<Command> {
-        let mut command = server.server_program();
+        let mut command = server.program_command();
         let option = |name: &str, path: PathBuf| format!("--{name}={}", path.display());
         command.arg(option("config.file", server.file("settings.yml")));
         command.arg(option("storage.tsdb.path", server.data()));

@@ -20,8 +20,8 @@ use super::violation::{Describer, Promise, Violation};
 ///
 /// A hold that is compatible with the attempt does not explain a "busy" answer, unless both are
 /// permits. On a key with modes other than exclusive, the store records a waiting writer, and this
-/// record can outlive the writer's call. On such a key, an earlier "busy" attempt of a mode that
-/// can delay this one also explains the answer.
+/// record can outlive the writer's call. On such a key, the answer is also explained by another
+/// "busy" attempt that was called before the answer, if its mode can delay this one.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
@@ -57,7 +57,8 @@ fn judge(
         let none = Vec::new();
         let (grants, unknown) = (grants.get(key).unwrap_or(&none), unknown.get(key));
         let unknown = unknown.map_or(&[][..], Vec::as_slice);
-        let modes = grants.iter().map(|it| it.mode).chain(attempts.iter().map(|it| it.mode));
+        let granted_modes = grants.iter().map(|grant| grant.mode);
+        let modes = granted_modes.chain(attempts.iter().map(|attempt| attempt.mode));
         let records_waiters = modes.into_iter().any(|mode| mode != ClaimMode::Exclusive);
         let may_be_recorded = |other: &RecordedAttempt, attempt: &RecordedAttempt| {
             records_waiters
@@ -65,18 +66,18 @@ fn judge(
                 && other.window.from <= attempt.window.to
                 && may_delay(other.mode, attempt.mode)
         };
-        let mut reasons: Vec<(ClaimMode, Vec<Window>)> = Vec::new();
+        let mut holds_by_mode: Vec<(ClaimMode, Vec<Window>)> = Vec::new();
         for &attempt in &attempts {
-            let known = reasons.iter().position(|(mode, _)| *mode == attempt.mode);
+            let known = holds_by_mode.iter().position(|(mode, _)| *mode == attempt.mode);
             let known = known.unwrap_or_else(|| {
-                let of_mode = windows_by_start(attempt.mode, grants, unknown);
-                reasons.push((attempt.mode, of_mode));
-                reasons.len() - 1
+                let holds = windows_by_start(attempt.mode, grants, unknown);
+                holds_by_mode.push((attempt.mode, holds));
+                holds_by_mode.len() - 1
             });
-            let holds = &reasons[known].1;
-            let called = holds.partition_point(|hold| hold.from <= attempt.window.to);
-            let reason = called.checked_sub(1).map(|last| holds[last].to);
-            if reason.is_none_or(|latest| latest < attempt.window.from)
+            let holds = &holds_by_mode[known].1;
+            let begun_count = holds.partition_point(|hold| hold.from <= attempt.window.to);
+            let latest_end = begun_count.checked_sub(1).map(|last| holds[last].to);
+            if latest_end.is_none_or(|end| end < attempt.window.from)
                 && !is_excused(&attempts, attempt)
                 && !attempts.iter().any(|other| may_be_recorded(other, attempt))
             {
@@ -95,12 +96,13 @@ fn windows_by_start(
     unknown: &[&RecordedAttempt],
 ) -> Vec<Window> {
     let is_reason = |grant: &&&RecordedGrant| {
-        may_delay(grant.mode, mode) || grant.conversions.iter().any(|it| may_delay(it.mode, mode))
+        let mut conversions = grant.conversions.iter();
+        may_delay(grant.mode, mode)
+            || conversions.any(|conversion| may_delay(conversion.mode, mode))
     };
     let held = grants.iter().filter(is_reason).map(|grant| possibly_held(grant));
-    let unknown =
-        unknown.iter().filter(|it| may_delay(it.mode, mode)).map(|attempt| attempt.window);
-    let mut windows: Vec<Window> = held.chain(unknown).collect();
+    let unknown = unknown.iter().filter(|attempt| may_delay(attempt.mode, mode));
+    let mut windows: Vec<Window> = held.chain(unknown.map(|attempt| attempt.window)).collect();
     windows.sort_by_key(|window| window.from);
     let mut latest = 0;
     for window in &mut windows {

@@ -103,16 +103,16 @@ type Earliest<'a> = (u64, OrderStep<'a>);
 
 /// The constraints that the phases with smaller tokens set for the next phase.
 #[derive(Default)]
-struct Before<'a> {
+struct EarlierPhases<'a> {
     /// The latest of the earliest ends, by mode.
     ends: Vec<(ClaimMode, Earliest<'a>)>,
     /// The phases that end by a conversion, with their starts, until that conversion is placed.
     unfinished: Vec<(Phase<'a>, Earliest<'a>)>,
 }
 
-impl<'a> Before<'a> {
+impl<'a> EarlierPhases<'a> {
     /// Records the end of a phase of `mode`.
-    fn end(&mut self, mode: ClaimMode, end: Earliest<'a>) {
+    fn record_end(&mut self, mode: ClaimMode, end: Earliest<'a>) {
         match self.ends.iter_mut().find(|(other, _)| same_class(*other, mode)) {
             Some((_, latest)) if latest.0 >= end.0 => {}
             Some((_, latest)) => *latest = end,
@@ -136,21 +136,22 @@ fn same_class(one: ClaimMode, other: ClaimMode) -> bool {
 }
 
 fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violation> {
-    let mut before = Before::default();
+    let mut earlier = EarlierPhases::default();
     for (token, phase) in numbered {
         let step = |name, window| OrderStep { name, token: *token, grant: phase.grant, window };
         let name = if phase.is_converted { "conversion" } else { "acquisition" };
         let begin = step(name, phase.begin);
-        let is_own = |(other, _): &(Phase<'_>, _)| std::ptr::eq(other.grant, phase.grant);
-        let own = before.unfinished.iter().position(is_own);
-        let own = own.map(|own| before.unfinished.swap_remove(own));
+        let is_same_grant = |(other, _): &(Phase<'_>, _)| std::ptr::eq(other.grant, phase.grant);
+        let position = earlier.unfinished.iter().position(is_same_grant);
+        let previous = position.map(|position| earlier.unfinished.swap_remove(position));
         let excluded = |(other, _): &&(Phase<'_>, _)| excludes(other.mode, phase.mode);
-        if let Some((other, (_, other_begin))) = before.unfinished.iter().find(excluded) {
-            let ends = OrderStep { name: "conversion", window: other.end, ..*other_begin };
-            return Err(violation(history, ends, begin));
+        if let Some((other, (_, other_begin))) = earlier.unfinished.iter().find(excluded) {
+            let conversion = OrderStep { name: "conversion", window: other.end, ..*other_begin };
+            return Err(violation(history, conversion, begin));
         }
         let mut earliest = (begin.window.from, begin);
-        for other in own.map(|(_, begin)| begin).into_iter().chain(before.latest_end(phase.mode)) {
+        let previous_begin = previous.map(|(_, begin)| begin);
+        for other in previous_begin.into_iter().chain(earlier.latest_end(phase.mode)) {
             if other.0 > earliest.0 {
                 earliest = other;
             }
@@ -158,11 +159,11 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
         if earliest.0 > begin.window.to {
             return Err(violation(history, earliest.1, begin));
         }
-        if let Some((previous, _)) = own {
-            before.end(previous.mode, earliest);
+        if let Some((previous_phase, _)) = previous {
+            earlier.record_end(previous_phase.mode, earliest);
         }
         if phase.next.is_some() {
-            before.unfinished.push((*phase, earliest));
+            earlier.unfinished.push((*phase, earliest));
             continue;
         }
         let end = step("end", phase.end);
@@ -172,7 +173,7 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
         if earliest.0 > end.window.to {
             return Err(violation(history, earliest.1, end));
         }
-        before.end(phase.mode, earliest);
+        earlier.record_end(phase.mode, earliest);
     }
     Ok(())
 }

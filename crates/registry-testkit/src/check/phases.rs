@@ -50,7 +50,7 @@ pub(super) fn phases(grant: &RecordedGrant) -> Vec<Phase<'_>> {
 impl Phase<'_> {
     /// Returns the period during which the holder could believe that it holds the lock in this
     /// mode. The end is exclusive.
-    pub(super) fn valid(&self) -> Window {
+    pub(super) fn valid_window(&self) -> Window {
         let is_upgraded = |mode: ClaimMode| mode == ClaimMode::Exclusive;
         // While a conversion is in flight, the holder has only the weaker of the two modes.
         let from = if self.is_converted && !is_upgraded(self.mode) {
@@ -70,9 +70,12 @@ impl Phase<'_> {
     /// conversion with an unknown outcome.
     fn valid_until(&self) -> u64 {
         let RecordedGrant { release, lost, valid_until, conversions, .. } = self.grant;
-        let unknown = conversions.iter().find(|it| it.result == ConversionResult::Unknown);
+        let unknown = conversions
+            .iter()
+            .find(|conversion| conversion.result == ConversionResult::Unknown)
+            .map(|conversion| conversion.window.from);
         let released = release.map(|release| release.window.from);
-        let ends = [released, *lost, *valid_until, unknown.map(|it| it.window.from)];
+        let ends = [released, *lost, *valid_until, unknown];
         ends.into_iter().flatten().min().unwrap_or(u64::MAX)
     }
 }

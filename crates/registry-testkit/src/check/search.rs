@@ -36,7 +36,7 @@ pub enum SearchResult {
     },
 }
 
-/// Searches for a linearization of `history` for a model of a lock. The lock knows its owners and
+/// Searches for a linearization of `history` for a model of a lock. The lock knows its holders and
 /// their modes. A new token is larger than the tokens of all earlier holders that exclude the new
 /// holder, and no token is issued twice. The time can grow exponentially with the number of
 /// overlapping operations, so keep histories short.
@@ -112,7 +112,7 @@ fn signed(time: u64) -> i64 {
     i64::try_from(time).unwrap_or(i64::MAX)
 }
 
-/// A lock that knows its owners and their modes, and issues increasing tokens.
+/// A lock that knows its holders and their modes, and issues increasing tokens.
 #[derive(Debug, Clone)]
 struct LockModel;
 
@@ -148,11 +148,11 @@ impl LockState {
         };
         let mut before = self.newest.iter().filter(|(class, _)| excluded(class));
         let grows = token.is_none_or(|token| before.all(|(_, newest)| *newest < token));
-        self.hold(hold, mode, token);
+        self.add_holder(hold, mode, token);
         fits && has_units && grows
     }
 
-    fn hold(&mut self, hold: usize, mode: ClaimMode, token: Option<u64>) {
+    fn add_holder(&mut self, hold: usize, mode: ClaimMode, token: Option<u64>) {
         self.holders.insert(hold, (mode, token));
         let class = match mode {
             ClaimMode::Exclusive => (0, 0),
@@ -185,7 +185,7 @@ impl Model for LockModel {
                 None => false,
                 Some(_) if mode == ClaimMode::Exclusive => state.grant(hold, mode, token),
                 Some((_, before)) => {
-                    state.hold(hold, mode, token);
+                    state.add_holder(hold, mode, token);
                     token == before
                 }
             },

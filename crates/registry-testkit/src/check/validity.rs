@@ -29,12 +29,12 @@ use super::violation::{Describer, Promise, Violation};
 pub fn validity(history: &History) -> Result<usize, Violation> {
     for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
         let mut all: Vec<Phase<'_>> = grants.into_iter().flat_map(phases).collect();
-        all.retain(|phase| phase.valid().from < phase.valid().to);
-        all.sort_by_key(|phase| phase.valid().from);
+        all.retain(|phase| phase.valid_window().from < phase.valid_window().to);
+        all.sort_by_key(|phase| phase.valid_window().from);
         let mut valid: Vec<Phase<'_>> = Vec::new();
         for phase in all {
-            let from = phase.valid().from;
-            valid.retain(|other| other.valid().to > from);
+            let from = phase.valid_window().from;
+            valid.retain(|other| other.valid_window().to > from);
             let excluded = |other: &&Phase<'_>| {
                 !std::ptr::eq(other.grant, phase.grant) && excludes(other.mode, phase.mode)
             };
@@ -80,15 +80,15 @@ pub(super) fn check_units_in_use<'a>(
 
 fn incompatible(history: &History, first: &Phase<'_>, second: &Phase<'_>) -> Violation {
     let describe = Describer::new(history);
-    let both_from = second.valid().from;
-    let both_to = first.valid().to.min(second.valid().to);
+    let overlap_start = second.valid_window().from;
+    let overlap_end = first.valid_window().to.min(second.valid_window().to);
     Violation {
         promise: Promise::ValidGuardsAreCompatible,
         key: Arc::clone(&first.grant.key),
         why: format!(
             "both were valid from {} to {}, one {}, the other {}",
-            describe.time(both_from),
-            describe.time(both_to),
+            describe.time(overlap_start),
+            describe.time(overlap_end),
             first.mode,
             second.mode,
         ),

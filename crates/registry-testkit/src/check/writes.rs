@@ -24,7 +24,7 @@ pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     let mut judged = 0;
     for mut writes in by_key(accepted(history), |write| &write.key).into_values() {
         judged += writes.len();
-        let newer = writes.iter().map(|write| Newer::Write(write)).collect();
+        let newer = writes.iter().map(|write| NewerOperation::Write(write)).collect();
         if let Some((write, newer)) = first_stale(&mut writes, newer) {
             return Err(violation(history, Promise::WritesNeverGoBack, write, newer));
         }
@@ -56,7 +56,7 @@ pub fn guarded_writes(history: &History) -> Result<usize, Violation> {
                 writes.into_iter().partition(|write| mode_of(write) == mode);
             writes = others;
             let newer = phases.iter().filter(|phase| excludes(phase.mode, mode));
-            let newer = newer.filter_map(|phase| Some(Newer::Grant(*phase, phase.token?)));
+            let newer = newer.filter_map(|phase| Some(NewerOperation::Grant(*phase, phase.token?)));
             if let Some((write, newer)) = first_stale(&mut of_mode, newer.collect()) {
                 return Err(violation(history, Promise::ReplacedHoldersCannotWrite, write, newer));
             }
@@ -71,12 +71,12 @@ fn accepted(history: &History) -> impl Iterator<Item = &RecordedWrite> {
 
 /// An operation after whose answer all older tokens are stale.
 #[derive(Clone, Copy)]
-enum Newer<'a> {
+enum NewerOperation<'a> {
     Write(&'a RecordedWrite),
     Grant(Phase<'a>, u64),
 }
 
-impl Newer<'_> {
+impl NewerOperation<'_> {
     fn token(&self) -> u64 {
         match self {
             Self::Write(write) => write.token,
@@ -84,7 +84,7 @@ impl Newer<'_> {
         }
     }
 
-    fn answered(&self) -> u64 {
+    fn answered_at(&self) -> u64 {
         match self {
             Self::Write(write) => write.window.to,
             Self::Grant(phase, _) => phase.begin.to,
@@ -103,14 +103,15 @@ impl Newer<'_> {
 /// operation.
 fn first_stale<'a>(
     writes: &mut [&'a RecordedWrite],
-    mut newer: Vec<Newer<'a>>,
-) -> Option<(&'a RecordedWrite, Newer<'a>)> {
+    mut newer: Vec<NewerOperation<'a>>,
+) -> Option<(&'a RecordedWrite, NewerOperation<'a>)> {
     writes.sort_by_key(|write| write.window.from);
-    newer.sort_by_key(Newer::answered);
+    newer.sort_by_key(NewerOperation::answered_at);
     let mut answers = newer.into_iter().peekable();
-    let mut newest: Option<Newer<'_>> = None;
+    let mut newest: Option<NewerOperation<'_>> = None;
     for write in writes {
-        while let Some(answer) = answers.next_if(|answer| answer.answered() < write.window.from) {
+        let is_earlier = |answer: &NewerOperation<'_>| answer.answered_at() < write.window.from;
+        while let Some(answer) = answers.next_if(is_earlier) {
             if newest.is_none_or(|newest| newest.token() < answer.token()) {
                 newest = Some(answer);
             }
@@ -126,7 +127,7 @@ fn violation(
     history: &History,
     promise: Promise,
     write: &RecordedWrite,
-    newer: Newer<'_>,
+    newer: NewerOperation<'_>,
 ) -> Violation {
     let describe = Describer::new(history);
     Violation {
@@ -136,7 +137,7 @@ fn violation(
             "token {} was accepted after token {} existed, {}",
             write.token,
             newer.token(),
-            describe.time(newer.answered()),
+            describe.time(newer.answered_at()),
         ),
         operations: vec![newer.describe_with(describe), describe.write(write)],
     }

@@ -30,7 +30,7 @@ impl EtcdCluster {
         }
         let all: Vec<_> = cluster.members.iter().map(EtcdServer::initial_cluster_entry).collect();
         for member in &mut cluster.members {
-            member.join(&all.join(","));
+            member.set_members(&all.join(","));
             member.restart_without_waiting().await?;
         }
         for member in &mut cluster.members {
@@ -73,7 +73,7 @@ impl EtcdCluster {
                 if member.is_responsive() {
                     let status = ["--command-timeout", "2s", "endpoint", "status", "-w", "json"];
                     if let Ok(status) = member.ctl(&status).await {
-                        statuses.push((number, read(&status)?));
+                        statuses.push((number, parse_status(&status)?));
                     }
                 }
             }
@@ -121,9 +121,10 @@ struct Header {
     member_id: u64,
 }
 
-fn read(status: &str) -> io::Result<Status> {
-    let read: Vec<Endpoint> = serde_json::from_str(status).map_err(io::Error::other)?;
-    read.into_iter()
+fn parse_status(output: &str) -> io::Result<Status> {
+    let endpoints: Vec<Endpoint> = serde_json::from_str(output).map_err(io::Error::other)?;
+    endpoints
+        .into_iter()
         .next()
         .map(|endpoint| endpoint.status)
         .ok_or_else(|| io::Error::other("etcdctl printed no endpoint status"))

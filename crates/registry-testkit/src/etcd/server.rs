@@ -54,12 +54,13 @@ impl ServerDescription for Etcd {
 
     fn command(server: &EtcdServer) -> io::Result<Command> {
         let EtcdMember { name, peer_port, health_port, members, .. } = &server.state;
-        let (own, peer) = (server.url(), format!("http://{peer_port}"));
-        let mut command = server.server_program();
+        let (client_url, peer_listen_url) = (server.url(), format!("http://{peer_port}"));
+        let mut command = server.program_command();
         command.args(["--name", name, "--logger", "zap", "--log-level", "warn"]);
         command.arg("--data-dir").arg(server.data());
-        command.args(["--listen-client-urls", &own, "--advertise-client-urls", &own]);
-        command.args(["--listen-peer-urls", &peer]);
+        command.args(["--listen-client-urls", &client_url]);
+        command.args(["--advertise-client-urls", &client_url]);
+        command.args(["--listen-peer-urls", &peer_listen_url]);
         command.args(["--initial-advertise-peer-urls", &server.peer_url()]);
         command.args(["--initial-cluster", members, "--initial-cluster-state", "new"]);
         command.args(["--listen-metrics-urls", &format!("http://{health_port}")]);
@@ -122,7 +123,7 @@ impl EtcdServer {
     }
 
     /// Sets the members of the server's cluster.
-    pub(super) fn join(&mut self, members: &str) {
+    pub(super) fn set_members(&mut self, members: &str) {
         members.clone_into(&mut self.state.members);
     }
 

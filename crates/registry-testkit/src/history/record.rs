@@ -253,8 +253,8 @@ impl PartialOperation {
         let is_write = self.write_token.is_some();
         let is_granted = matches!(self.answer, Some((_, HistoryEventKind::AcquireGranted { .. })));
         let conversion = self.conversions.last();
-        let is_converting = conversion.is_some_and(|it| it.window.to == u64::MAX);
-        let has_guard = conversion.is_none_or(|it| it.result != ConversionResult::Unknown);
+        let is_converting = conversion.is_some_and(|last| last.window.to == u64::MAX);
+        let has_guard = conversion.is_none_or(|last| last.result != ConversionResult::Unknown);
         let is_consistent = match &event.what {
             HistoryEventKind::AcquireCalled { .. } | HistoryEventKind::WriteCalled { .. } => false,
             HistoryEventKind::AcquireGranted { .. }
@@ -292,12 +292,14 @@ impl PartialOperation {
             HistoryEventKind::ConvertGranted { token, valid_until } => {
                 // The conversion has replaced the guard, so the end of the old guard is void.
                 self.valid_until = valid_until;
-                self.convert(event.at, ConversionResult::Granted(token));
+                self.complete_conversion(event.at, ConversionResult::Granted(token));
             }
             HistoryEventKind::ConvertRefused => {
-                self.convert(event.at, ConversionResult::Refused);
+                self.complete_conversion(event.at, ConversionResult::Refused);
             }
-            HistoryEventKind::ConvertFailed => self.convert(event.at, ConversionResult::Unknown),
+            HistoryEventKind::ConvertFailed => {
+                self.complete_conversion(event.at, ConversionResult::Unknown);
+            }
             HistoryEventKind::ReleaseCalled => self.release_called = Some(event.at),
             HistoryEventKind::ReleaseFreed => {
                 self.released = Some((event.at, ReleaseResult::Freed))
@@ -318,7 +320,7 @@ impl PartialOperation {
         Ok(())
     }
 
-    fn convert(&mut self, at: u64, result: ConversionResult) {
+    fn complete_conversion(&mut self, at: u64, result: ConversionResult) {
         if let Some(conversion) = self.conversions.last_mut() {
             conversion.window.to = at;
             conversion.result = result;

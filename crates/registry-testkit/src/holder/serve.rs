@@ -62,16 +62,16 @@ async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dy
     let client = RecordingClient::new(&recorder, process::id());
     let server =
         Arc::new(HolderServer { registry, recorder, client, writer, locks: Mutex::default() });
-    let executing = Arc::clone(&server);
-    let (close, mut tasks) = execute_messages(move |request| {
-        let server = Arc::clone(&executing);
+    let request_server = Arc::clone(&server);
+    let (close_request, mut tasks) = execute_messages(move |request| {
+        let server = Arc::clone(&request_server);
         async move { server.execute(request).await }
     })
     .await;
     server.locks().clear();
     tasks.shutdown().await;
     let closed = server.registry.close(CLOSE_LIMIT).await;
-    if let Some(reply_to) = close {
+    if let Some(reply_to) = close_request {
         print_line(&Reply { reply_to, result: json_result(Ok::<_, String>(closed.is_clean())) });
     }
 }

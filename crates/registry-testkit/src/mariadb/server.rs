@@ -39,7 +39,7 @@ impl ServerDescription for MariaDb {
     }
 
     fn command(server: &MariaDbServer) -> io::Result<Command> {
-        let mut command = server.server_program();
+        let mut command = server.program_command();
         command.arg("--no-defaults");
         let folder = server.folder().display();
         command
@@ -90,7 +90,7 @@ impl MariaDbServer {
     pub async fn start_with(options: MariaDbOptions) -> io::Result<Self> {
         let mut server = Self::new(options, Port::reserve()?)?;
         server.install_certificates()?;
-        data_cache::fill(&server, server.install_command()).await?;
+        data_cache::copy_or_install(&server, server.install_command()).await?;
         server.restart().await?;
         server.sql_in("mysql", "CREATE DATABASE app").await?;
         if let Some(password) = &server.options.store.password {
@@ -100,7 +100,7 @@ impl MariaDbServer {
     }
 
     fn install_command(&self) -> Command {
-        let mut install = self.tool("mariadb-install-db");
+        let mut install = self.account_command("mariadb-install-db");
         // Skips fsync, because no file needs to be on disk before the server starts.
         install.args(["--no-defaults", "--skip-test-db", "--innodb-flush-method=nosync", LOG_SIZE]);
         install.args(["--auth-root-authentication-method=normal", "--skip-name-resolve"]);

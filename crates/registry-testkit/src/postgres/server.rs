@@ -33,7 +33,7 @@ impl ServerDescription for Postgres {
     }
 
     fn command(server: &PostgresServer) -> io::Result<Command> {
-        let mut command = server.server_program();
+        let mut command = server.program_command();
         command.env("LC_ALL", "C");
         command.arg("-D").arg(server.data()).arg("-p").arg(server.port().number().to_string());
         let folder = server.folder().display();
@@ -75,7 +75,7 @@ impl PostgresServer {
     }
 
     async fn create_data(&self) -> io::Result<()> {
-        let mut initdb = self.client_program("initdb");
+        let mut initdb = self.client_command("initdb");
         initdb.args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]);
         initdb.arg("-D").arg(self.data());
         if let Some(password) = self.password() {
@@ -83,7 +83,7 @@ impl PostgresServer {
             initdb.arg("--pwfile").arg(self.file("password"));
             data_cache::install(self, initdb).await?;
         } else {
-            data_cache::fill(self, initdb).await?;
+            data_cache::copy_or_install(self, initdb).await?;
         }
         fs::write(self.data().join("pg_hba.conf"), self.options.pg_hba_lines())
     }
@@ -109,7 +109,7 @@ impl PostgresServer {
     pub async fn standby(&self) -> io::Result<Self> {
         let mut standby = Self::new(self.options.clone(), ())?;
         standby.install_certificates()?;
-        let mut copy = standby.client_program("pg_basebackup");
+        let mut copy = standby.client_command("pg_basebackup");
         copy.args(["-R", "-X", "stream", "-c", "fast", "--no-sync"]).arg("-D").arg(standby.data());
         self.add_connection_args(&mut copy);
         run_command::run(copy, "").await?;
@@ -154,8 +154,8 @@ impl PostgresServer {
     }
 
     /// Creates a command for a program of the same installation, under the server's account.
-    fn client_program(&self, name: &str) -> Command {
-        let mut command = self.tool(self.options.program.with_file_name(name));
+    fn client_command(&self, name: &str) -> Command {
+        let mut command = self.account_command(self.options.program.with_file_name(name));
         command.env("LC_ALL", "C");
         command
     }

@@ -34,7 +34,7 @@ impl ServerDescription for Redis {
     }
 
     fn command(server: &RedisServer) -> io::Result<Command> {
-        let mut command = server.server_program();
+        let mut command = server.program_command();
         let file = server.file("server.conf");
         if !file.exists() {
             fs::write(&file, server.initial_config())?;

@@ -229,7 +229,7 @@ impl ZooKeeperServer {
 
     /// Creates a `java` command with the class path. The caller adds the program to run.
     fn java(&self) -> Command {
-        let mut java = self.server_program();
+        let mut java = self.program_command();
         // Small, because many servers run concurrently. They end before the optimizing compiler
         // would pay off.
         java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1"]);
