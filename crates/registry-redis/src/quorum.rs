@@ -577,7 +577,7 @@ impl QuorumMaster {
     async fn try_acquire(
         &self,
         claim: &Claim,
-        state: &RoundState,
+        round_state: &RoundState,
     ) -> Result<AcquireResult, BackendError> {
         if !self.min_uptime.is_zero() && !self.verify_min_uptime().await? {
             return Err(BackendError::new(
@@ -591,12 +591,12 @@ impl QuorumMaster {
             .with_address(self.name())
             .as_refused());
         }
-        if state.is_cancelled.load(Ordering::Acquire) {
+        if round_state.is_cancelled.load(Ordering::Acquire) {
             return Err(
                 BackendError::transient("redis: the attempt was cancelled; retry").as_refused()
             );
         }
-        self.store.try_acquire_on_master(claim, &state.round_id).await
+        self.store.try_acquire_on_master(claim, &round_state.round_id).await
     }
 
     /// Releases the claim. Retries after an error until the lease ends, within
@@ -633,17 +633,17 @@ impl QuorumMaster {
 
     /// Withdraws this round's grant. If the master's response is unknown, repeats the withdrawal,
     /// because the master may grant the claim later.
-    async fn withdraw(&self, claim: &Claim, state: &RoundState, index: usize) {
+    async fn withdraw(&self, claim: &Claim, round_state: &RoundState, index: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = RETRY_PAUSE_MIN;
         let mut retry_permit = None;
         loop {
             // An acquisition without a response may still arrive after this withdrawal.
-            let master_result = state.master_result(index);
+            let master_result = round_state.master_result(index);
             if master_result == RESULT_NOT_GRANTED {
                 return;
             }
-            match self.store.withdraw(claim, &state.round_id).await {
+            match self.store.withdraw(claim, &round_state.round_id).await {
                 Ok(Release::Freed) => return,
                 Ok(Release::NotHeld) if master_result == RESULT_GRANTED => return,
                 _ if Instant::now() + pause >= until => return,
@@ -665,14 +665,14 @@ impl QuorumMaster {
 struct QuorumRound<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
-    state: Arc<RoundState>,
+    round_state: Arc<RoundState>,
     keeps_grants: bool,
 }
 
 /// The rounds for which some masters have not responded yet, by claim.
 type PendingRounds = Arc<Mutex<HashMap<ClaimId, Weak<RoundState>>>>;
 
-/// The state that all requests of one round share. It exists until all masters have responded.
+/// The state that all requests of one round share. It exists until all these requests have ended.
 struct RoundState {
     claim: ClaimId,
     /// Each round's id is larger than all earlier ids, so that a late request of an earlier round
@@ -704,26 +704,26 @@ impl Drop for RoundState {
 
 impl<'a> QuorumRound<'a> {
     fn new(quorum: &'a Quorum, claim: &'a Claim) -> Self {
-        let state = Arc::new(RoundState {
+        let round_state = Arc::new(RoundState {
             claim: claim.id(),
             round_id: format!("{:016x}", NEXT_ROUND_ID.fetch_add(1, Ordering::Relaxed)),
             results: quorum.masters.iter().map(|_| AtomicU8::new(RESULT_UNKNOWN)).collect(),
             is_cancelled: AtomicBool::new(false),
             pending_rounds: Arc::clone(&quorum.pending_rounds),
         });
-        quorum.pending_rounds().insert(claim.id(), Arc::downgrade(&state));
-        Self { quorum, claim, state, keeps_grants: false }
+        quorum.pending_rounds().insert(claim.id(), Arc::downgrade(&round_state));
+        Self { quorum, claim, round_state, keeps_grants: false }
     }
 
     async fn run(&mut self) -> Result<RoundOutcome, BackendError> {
         let quorum = self.quorum;
         let event_seq = last_event_seq();
         let mut requests = quorum.send_to_all(|index, master| {
-            let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
+            let (claim, round_state) = (self.claim.clone(), Arc::clone(&self.round_state));
             let masters = Arc::clone(&quorum.masters);
             async move {
                 let response = match identify_master(&masters, index).await {
-                    Ok(()) => master.try_acquire(&claim, &state).await,
+                    Ok(()) => master.try_acquire(&claim, &round_state).await,
                     // The client has not sent the acquisition to this master.
                     Err(error) => Err(error.as_refused()),
                 };
@@ -733,7 +733,7 @@ impl<'a> QuorumRound<'a> {
                     Err(error) if error.refused() => RESULT_NOT_GRANTED,
                     Err(_) => RESULT_UNKNOWN,
                 };
-                if let Some(result) = state.results.get(index) {
+                if let Some(result) = round_state.results.get(index) {
                     result.store(master_result, Ordering::Release);
                 }
                 response
@@ -791,8 +791,8 @@ impl<'a> QuorumRound<'a> {
         // This request also goes to masters that have not responded yet. The acquisition precedes
         // it on the same connection.
         let mut requests = quorum.send_to_all(|_, master| {
-            let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
-            async move { master.store.store_token(&claim, &state.round_id, token).await }
+            let (claim, round_state) = (self.claim.clone(), Arc::clone(&self.round_state));
+            async move { master.store.store_token(&claim, &round_state.round_id, token).await }
         });
         let (mut stored, mut not_held, mut failed) = (0, 0, 0);
         let (mut first_error, mut is_grace_period_shortened) = (None, false);
@@ -831,13 +831,13 @@ impl Drop for QuorumRound<'_> {
         if self.keeps_grants {
             return;
         }
-        self.state.is_cancelled.store(true, Ordering::Release);
+        self.round_state.is_cancelled.store(true, Ordering::Release);
         // Without a tokio runtime no request is possible. The grants then end with their lease.
         if tokio::runtime::Handle::try_current().is_ok() {
             drop(self.quorum.send_to_all(|index, master| {
-                let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
+                let (claim, round_state) = (self.claim.clone(), Arc::clone(&self.round_state));
                 async move {
-                    master.withdraw(&claim, &state, index).await;
+                    master.withdraw(&claim, &round_state, index).await;
                     Ok(())
                 }
             }));

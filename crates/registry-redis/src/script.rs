@@ -122,7 +122,7 @@ impl Script {
         &self.source
     }
 
-    /// Starts a call with these keys. The caller adds the arguments.
+    /// Creates a call with these keys. The caller adds the arguments.
     pub(crate) fn call<I>(&self, keys: I) -> ScriptCall<'_>
     where
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,

@@ -26,8 +26,8 @@ pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     move || nanos(start.elapsed())
 }
 
-/// Returns a clock with the nanoseconds since the host started, including suspended time. It is the
-/// same clock in all processes of a host, so that their events can be merged.
+/// Returns a clock with the nanoseconds since the host started, on Linux including suspended time.
+/// It is the same clock in all processes of a host, so that their events can be merged.
 ///
 /// # Panics
 /// Panics if the operating system has no monotonic clock.

@@ -126,7 +126,7 @@ pub enum HolderRequest {
         rounds: u32,
     },
     /// Acquire and release the lock repeatedly from several concurrent tasks. Returns a
-    /// [`HolderShare`].
+    /// [`HolderShare`]. The history does not contain these acquisitions.
     Contend {
         /// The lock's key.
         key: String,

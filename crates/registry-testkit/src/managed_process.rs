@@ -102,7 +102,7 @@ impl ManagedProcess {
         self.paused.load(Ordering::Relaxed)
     }
 
-    /// Returns the live child processes of the server.
+    /// Returns the child processes of the server.
     fn children(&self) -> Vec<Pid> {
         let Some(pid) = self.pid else { return Vec::new() };
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));

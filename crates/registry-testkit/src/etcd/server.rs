@@ -29,7 +29,7 @@ pub type EtcdServer = ManagedServer<Etcd>;
 pub struct EtcdMember {
     name: String,
     peer_port: Port,
-    /// Delays the traffic from the other members to this one.
+    /// Delays the connections that the other members open to this one.
     peer_proxy: Option<FaultProxy>,
     /// Serves `/health` and `/metrics` without authentication.
     health_port: Port,

@@ -24,8 +24,8 @@ use crate::recording_client::{RecordedGuard, RecordingClient};
 /// The maximum time for the registry to release all locks when it closes.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Executes the requests from standard input and prints the replies and each step of each lock.
-/// Returns after a request to close or the end of the input.
+/// Executes the requests from standard input. Prints the replies, and each step of each lock except
+/// those of [`HolderRequest::Contend`]. Returns after a request to close or the end of the input.
 ///
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.
