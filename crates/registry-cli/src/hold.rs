@@ -143,12 +143,11 @@ async fn hold_until_end(
     }
 }
 
-/// Prints the loss on stdout. If no reader accepts it within [`READ_LIMIT`], prints it on stderr,
-/// unless `--quiet` was given.
+/// Prints the loss on stdout. If no reader accepts it within [`READ_LIMIT`], prints it on stderr.
 async fn report_loss(output: Output, key: String, reason: LostReason) {
     let line = print_line(LostLine { key: key.clone(), lost: reason });
     if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {
-        output.notice(
+        output.alert(
             "lost",
             &format!("the lock {} was lost: {reason}", printable(&key)),
             json!({ "key": key, "lost": reason }),

@@ -381,7 +381,15 @@ impl Supervisor<'_> {
     fn on_lease_ending(&mut self) {
         self.lost = Some(LostReason::Expired);
         let grace = self.grace.min(kill_after(self.guard.valid_for()));
-        self.termination = Termination::Requested { kill_at: Instant::now() + grace };
+        let kill_at = Instant::now() + grace;
+        self.termination = match self.termination {
+            Termination::NotRequested => Termination::Requested { kill_at },
+            // An earlier signal may require an earlier end.
+            Termination::Requested { kill_at: earlier } => {
+                Termination::Requested { kill_at: kill_at.min(earlier) }
+            }
+            Termination::Killed => Termination::Killed,
+        };
         self.request_termination(Signal::SIGTERM);
         // From here on, the watchdog acts only shortly before the end of the lease, or if this
         // process dies. It then sends SIGKILL directly after SIGTERM. An earlier second SIGTERM

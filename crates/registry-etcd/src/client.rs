@@ -98,22 +98,25 @@ impl MemberConnection {
         self.opened_at + Duration::from_millis(self.last_received_ms.load(Ordering::Relaxed))
     }
 
-    /// Waits for `response`. Returns `None` if a limit is reached first.
+    /// Waits for `response`. Returns the limit that is reached first as an error.
     async fn await_response<T>(
         &self,
         response: impl Future<Output = T>,
         limits: RequestLimits,
-    ) -> Option<T> {
+    ) -> Result<T, Duration> {
         let started = Instant::now();
         let mut response = pin!(response);
         loop {
             let silent_since = self.last_received().max(started);
             let deadline = (silent_since + limits.idle_timeout).min(started + limits.total);
             if let Ok(response) = timeout_at(deadline, &mut response).await {
-                return Some(response);
+                return Ok(response);
             }
-            if deadline == started + limits.total || self.last_received() <= silent_since {
-                return None;
+            if deadline == started + limits.total {
+                return Err(limits.total);
+            }
+            if self.last_received() <= silent_since {
+                return Err(limits.idle_timeout);
             }
         }
     }
@@ -173,12 +176,12 @@ impl EtcdClient {
                 .await_response(unary(&connection, request.clone()), limits)
                 .await
             {
-                Some(Ok(response)) => {
+                Ok(Ok(response)) => {
                     connection.record_receive();
                     return Ok(response);
                 }
-                Some(Err(status)) => classify(&status),
-                None => CallError::MemberFailed(response_timed_out(limits.idle_timeout)),
+                Ok(Err(status)) => classify(&status),
+                Err(limit) => CallError::MemberFailed(response_timed_out(limit)),
             };
             match failure.with_address(&connection.address) {
                 CallError::Unauthenticated if !has_new_login && self.0.credentials.is_some() => {

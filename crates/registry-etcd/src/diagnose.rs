@@ -68,6 +68,9 @@ fn member_findings(name: &str, status: &StatusResponse) -> Vec<Finding> {
 
 fn cluster_finding(voters: usize) -> Finding {
     match voters {
+        0 => Finding::warning(
+            "the member reports no voting member; check the cluster with `etcdctl member list`",
+        ),
         1 => Finding::note(
             "the cluster has one member: while it is down, no lock is available; use three members",
         ),

@@ -145,8 +145,8 @@ struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, QueuedRequest>,
-    /// The time of the first request since a stream last found the queue empty. `None` if there was
-    /// no request since.
+    /// The time of the first request since the queue was last empty. `None` if there was no request
+    /// since.
     backlog_since: Option<Instant>,
     /// The index of the additional stream that was woken last.
     last_woken_stream: usize,
@@ -259,6 +259,7 @@ impl RequestQueue {
     /// Fails all unsent requests. Dropping their senders notifies the callers.
     fn fail_unsent(&self) {
         let mut requests = self.requests();
+        requests.backlog_since = None;
         for (_, lease) in std::mem::take(&mut requests.unsent) {
             requests.by_lease.remove(&lease);
         }

@@ -255,9 +255,13 @@ impl HoldRecord {
     /// Records that the guard is held and valid for this long, for example after a renewal. Zero is
     /// not recorded, because a guard that is no longer held also returns it.
     pub fn valid_for(&self, valid_for: impl FnOnce() -> Duration) {
-        let now = (self.0.recorder.0.clock)();
-        let until = self.0.recorder.expiry_of(valid_for);
-        if until > now {
+        let mut is_valid = false;
+        let until = self.0.recorder.expiry_of(|| {
+            let valid_for = valid_for();
+            is_valid = !valid_for.is_zero();
+            valid_for
+        });
+        if is_valid {
             self.0.record(HistoryEventKind::ValidUntil { until });
         }
     }

@@ -830,13 +830,14 @@ impl ZkSession {
         if entries.add_upgrade_request(entry, bytes, ZkConfig::NODE_BYTES_MAX) {
             return Ok(());
         }
-        Err(SessionsExhausted {
-            key: entry.key.as_str().to_owned(),
-            bytes: entries.bytes,
-            bytes_max: ZkConfig::NODE_BYTES_MAX,
-            sessions_max: self.config.sessions_max,
-        }
-        .into_backend_error())
+        // The upgrade needs the session of its claim, so further sessions would not help.
+        Err(BackendError::transient(format!(
+            "zookeeper: the session of this lock has no capacity for the node of the upgrade: {} of {} bytes are in use; use fewer or \
+             shorter keys in one process",
+            entries.bytes,
+            ZkConfig::NODE_BYTES_MAX
+        ))
+        .as_refused())
     }
 
     /// Removes `entry` unless `claim` has a different queue entry now.

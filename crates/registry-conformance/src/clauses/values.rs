@@ -7,6 +7,7 @@ use registry_core::{
 };
 
 use crate::context::{TestContext, admin, assert_busy, assert_freed, assert_granted, key, values};
+use crate::faulty::{Faults, Operation};
 
 /// A key has no value until a holder has written one.
 pub async fn a_key_has_no_value_before_the_first_write(context: &TestContext) {
@@ -224,7 +225,8 @@ pub async fn a_guard_of_a_broken_lock_cannot_write(context: &TestContext) {
 
 /// A value that is too long, or that a guard of another mode writes, is refused before any request.
 pub async fn an_invalid_value_is_refused_before_any_request(context: &TestContext) {
-    let registry = context.registry().await;
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain("report");
     let guard = lock.lock().await.expect("a free lock is acquired");
     let error = guard.set_value(vec![0; LockValue::BYTES_MAX + 1]).await.expect_err("too long");
@@ -238,6 +240,7 @@ pub async fn an_invalid_value_is_refused_before_any_request(context: &TestContex
         assert!(matches!(error, LockError::InvalidOption(_)), "{error}");
         reader.unlock().await.expect("the lock is released");
     }
+    assert_eq!(faulty.calls(Operation::SetValue), 1, "only the valid value was sent");
 }
 
 /// A guard that has written is not handed over: the next local holder has a claim of its own.

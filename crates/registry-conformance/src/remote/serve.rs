@@ -32,13 +32,14 @@ pub(super) enum BackendRequest {
 /// Dropping the future drops the requests in execution. No further input is read.
 pub async fn serve(backend: Arc<dyn LockBackend>) {
     let client = Arc::clone(&backend);
-    let (close, tasks) = execute_messages(move |request| {
+    let (close, mut tasks) = execute_messages(move |request| {
         let client = Arc::clone(&client);
         async move { execute(&*client, request).await }
     })
     .await;
     if let Some(number) = close {
-        tasks.join_all().await;
+        // A cancelled request is no error.
+        while tasks.join_next().await.is_some() {}
         backend.close().await;
         print_line(&Reply::<BackendError> { reply_to: number, result: Ok(Value::Null) });
     }
