@@ -101,7 +101,8 @@ impl Conversion {
         use ClaimMode::{Exclusive, Shared, Upgradable};
         let from = guard.mode();
         let engine = guard.hold().grant().engine();
-        // Only a store with upgradable claims converts claims. A store with shared claims may have no upgradable ones, and then converts none.
+        // Only a store with upgradable claims converts claims. A store with shared claims may have
+        // no upgradable ones, and then converts none.
         engine.require_mode(Upgradable)?;
         engine.require_mode(to)?;
         let problem = match (from, to) {
@@ -153,14 +154,14 @@ impl Conversion {
             if let Some(reason) = grant.loss() {
                 return Err(lost_error(&key, reason));
             }
-            let (sent_at, invalidation_epoch) =
-                (Moment::now(), grant.local_lock().invalidation_epoch());
+            let sent_at = Moment::now();
+            let epoch_at_send = grant.local_lock().invalidation_epoch();
             let limit = engine.defaults.operation_timeout;
             let call = engine.try_acquire(claim.clone());
             let response = call.response_within_even_if_unpolled(limit, grant.lease_length()).await;
             let error = match response.unwrap_or_else(|| Err(engine.no_response_error())) {
                 Ok(Attempt::Granted(granted)) => {
-                    let converted = grant.convert(claim, granted, sent_at, invalidation_epoch);
+                    let converted = grant.convert(claim, granted, sent_at, epoch_at_send);
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
                     let old_hold = self.hold.take().expect("the hold is present until now");
                     // After a hand-over, the token of the hold is not the first of its grant.

@@ -313,7 +313,7 @@ impl Election {
     /// [`run`](Self::run).
     ///
     /// The caller ends its work when the guard is lost. To step down, it first ends its work,
-    /// writes [`VacantRecord::record`] with [`LockGuard::set_value`], and then unlocks the guard.
+    /// writes [`VacantRecord::to_bytes`] with [`LockGuard::set_value`], and then unlocks the guard.
     /// `campaign` sends nothing to [`leadership`](Self::leadership).
     ///
     /// # Errors
@@ -365,9 +365,9 @@ impl Election {
     }
 
     /// Holds the shared lock of the candidates until the future is dropped. Each call uses a new
-    /// owner: with a shared owner, the candidate would re-enter the hold of another candidate, whose
-    /// label is another priority. Without the lock, the candidate campaigns nevertheless, so errors
-    /// are only retried.
+    /// owner: with a shared owner, the candidate would re-enter the hold of another candidate,
+    /// whose label is another priority. Without the lock, the candidate campaigns nevertheless, so
+    /// errors are only retried.
     async fn announce(&self, priority: u32) -> Infallible {
         let mut options = LockOptions::new().label(priority.to_string()).owner(&Owner::new());
         options.lease = self.options.lease;
@@ -510,7 +510,7 @@ pub struct VacantRecord {
 impl VacantRecord {
     /// Returns the value block of a vacant role, with the current time.
     #[must_use]
-    pub fn record(&self) -> Vec<u8> {
+    pub fn to_bytes(&self) -> Vec<u8> {
         let since = self.time_at_read + Moment::now().since(self.read_at);
         Record { leads: false, since, label: None, data: Vec::new() }.to_bytes()
     }

@@ -245,7 +245,7 @@ impl ActiveGrant {
         }
         // Compared after the claim was scheduled. An earlier invalidation has changed the epoch,
         // and a later one finds the claim in the schedule.
-        if grant.local_lock.epoch() != epoch_at_send {
+        if grant.local_lock.invalidation_epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }
         let mode = grant.claim.mode();
@@ -546,7 +546,11 @@ impl ActiveGrant {
             && state.extra_tokens_used.saturating_add(1) < self.claim.token_block()
             && !state.fenced
             && !state.lease.is_suspect()
-            && engine.defaults.hand_over_limits.allow_another(state.extra_tokens_used, held_for, self.contended)
+            && engine.defaults.hand_over_limits.allow_another(
+                state.extra_tokens_used,
+                held_for,
+                self.contended,
+            )
             && !engine.capabilities.fair
             && !self.options.fair
             && self.options.lease.max_hold.is_none()

@@ -527,7 +527,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         engine: &engine,
         end: Moment::now().after(min_hold_left),
         valid_until: grant.valid_until(),
-        epoch: || grant.local_lock().epoch(),
+        current_epoch: || grant.local_lock().invalidation_epoch(),
     };
     if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal_sender).await {
         ending.record_failure();

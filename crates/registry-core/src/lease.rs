@@ -56,8 +56,8 @@ pub(crate) struct Lease {
     /// after a pause.
     interval_doublings: u32,
     verification: Verification,
-    /// The time of one verification that is sent even without an invalidation. `FUTURE` if the store
-    /// needs none, or once the store has confirmed the claim.
+    /// The time of one verification that is sent even without an invalidation. `FUTURE` if the
+    /// store needs none, or once the store has confirmed the claim.
     first_verification_at: Moment,
     /// The last request was a verification.
     last_was_verification: bool,

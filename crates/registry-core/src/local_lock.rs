@@ -378,7 +378,7 @@ impl LocalLock {
     }
 
     /// Returns the current invalidation epoch of this key.
-    pub(crate) fn epoch(&self) -> Epoch {
+    pub(crate) fn invalidation_epoch(&self) -> Epoch {
         Epoch {
             key: self.epoch.load(Ordering::Relaxed),
             registry: self.engine.invalidations.registry_epoch(),

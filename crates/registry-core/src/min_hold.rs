@@ -25,7 +25,7 @@ pub(crate) struct MinHold<'a, E> {
     /// The end of the lease.
     pub(crate) valid_until: Moment,
     /// Returns the current invalidation epoch of the key.
-    pub(crate) epoch: E,
+    pub(crate) current_epoch: E,
 }
 
 impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
@@ -49,12 +49,12 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
         let mut send_outcome = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
         let mut valid_until = self.valid_until;
         let mut failures = 0;
-        let mut epoch = (self.epoch)();
+        let mut epoch = (self.current_epoch)();
         let mut must_renew = valid_until < end;
         loop {
             let mut next_at = end;
             if must_renew {
-                epoch = (self.epoch)();
+                epoch = (self.current_epoch)();
                 let now = Moment::now();
                 // The store limits the length of a lease, so the loop may need several renewals.
                 let (min, max) = (engine.capabilities.lease_min, engine.capabilities.lease_max);
@@ -89,7 +89,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                 }
             }
             send_outcome(Ok(()));
-            if self.invalidated_before(next_at, epoch).await {
+            if self.wait_for_invalidation(next_at, epoch).await {
                 must_renew = true;
             } else if next_at >= end {
                 return;
@@ -99,7 +99,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
 
     /// Waits until an invalidation has changed the key's epoch from `known`. Returns false if no
     /// invalidation arrives before `limit`.
-    async fn invalidated_before(&self, limit: Moment, known: Epoch) -> bool {
+    async fn wait_for_invalidation(&self, limit: Moment, known: Epoch) -> bool {
         let engine = self.engine;
         loop {
             // The loop sleeps before it compares epochs. A renewal may itself cause an
@@ -108,7 +108,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
             if Moment::now() >= limit {
                 return false;
             }
-            if (self.epoch)() != known {
+            if (self.current_epoch)() != known {
                 return true;
             }
         }

@@ -100,7 +100,7 @@ impl PendingClaim {
         // request and response. If the lease counted from the response, the engine would trust a
         // lease that is already over.
         self.sent_at = Moment::now();
-        self.epoch_at_send = self.local_lock().epoch();
+        self.epoch_at_send = self.local_lock().invalidation_epoch();
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
         self.unknown_attempts += 1;
@@ -135,7 +135,7 @@ impl PendingClaim {
         let sent_at = Moment::now();
         for pending in &mut *pending_claims {
             pending.sent_at = sent_at;
-            pending.epoch_at_send = pending.local_lock().epoch();
+            pending.epoch_at_send = pending.local_lock().invalidation_epoch();
             // Counts the attempt in case the backend panics at the first poll.
             pending.unknown_attempts += 1;
         }

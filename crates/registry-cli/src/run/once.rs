@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::election::Vacancy;
+use lock_registry::election::VacantRecord;
 use lock_registry::once::{BeginOutcome, DoneRecord, Job, ScheduledJob, Tick, Ticks};
 use lock_registry::{LockError, LockRegistryExt as _, Registry};
 use nix::sys::signal::Signal;
@@ -44,7 +44,7 @@ pub(crate) enum Recording {
     /// That the tick is done.
     Tick { ticks: Ticks, tick: Tick, counts_failures: bool },
     /// That the role has no leader.
-    Vacancy(Vacancy),
+    Vacancy(VacantRecord),
 }
 
 impl OnceCommand {
@@ -125,8 +125,8 @@ impl Recording {
             // `lockreg` runs only this tick, so it does not need the other ticks of the clone.
             Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
             // An error is ignored: observers also detect the vacancy by the missing holder.
-            Self::Vacancy(vacancy) => {
-                _ = guard.set_value(vacancy.record()).await;
+            Self::Vacancy(vacant_record) => {
+                _ = guard.set_value(vacant_record.to_bytes()).await;
                 Ok(())
             }
         }
