@@ -125,8 +125,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 
     /// Ends the grant of `claim`, removes it from the store's queue, and wakes waiters.
     ///
-    /// Here [`Claim::token_block`] is the number of reserved tokens that were used. The store may
-    /// reuse the unused tokens. It must reuse them if it would otherwise use more than one token
+    /// Here [`Claim::token_block`] is the number of reserved tokens that may have been used. The
+    /// store may reuse the others. It must reuse them if it would otherwise use more than one token
     /// per microsecond.
     ///
     /// # Errors
@@ -454,7 +454,7 @@ impl Claim {
 
     /// Returns the number of tokens that a grant reserves, from the granted token on. The next
     /// grant's token must be larger than all of them. In a [release](LockBackend::release), this is
-    /// the number of tokens used.
+    /// the number of tokens that may have been used.
     #[must_use]
     pub fn token_block(&self) -> u32 {
         self.token_block
@@ -687,8 +687,8 @@ pub trait WakeCheck: Send + Sync {
     /// [`wait`](LockBackend::wait) of `claim` return.
     ///
     /// The engine calls this at each poll interval while that `wait` runs. If the result is true,
-    /// it skips the poll. It polls again when the holder's lease ends, when the wait has doubled,
-    /// or after 30 s, whichever comes first.
+    /// it skips the poll. It polls again at the deadline, when the holder's lease ends, when the
+    /// wait has about doubled, or after about 30 s, whichever comes first.
     ///
     /// Return true only if the server has confirmed the subscription and its connection has
     /// responded recently. No message since the `busy` response may have been missed. Must not

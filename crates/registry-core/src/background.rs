@@ -136,7 +136,7 @@ async fn run(mut receiver: mpsc::UnboundedReceiver<CountedJob>) {
                 // A panic of the backend ends only this job.
                 Some(job) => {
                     let job = AssertUnwindSafe(job).catch_unwind();
-                    jobs.push(job.map(|end| end.map_err(discard_panic)));
+                    jobs.push(job.map(|result| result.map_err(discard_panic)));
                 }
                 None => open = false,
             },

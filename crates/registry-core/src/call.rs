@@ -121,7 +121,8 @@ impl<T: Send + 'static> Call<T> {
 
     /// Waits for the response for at most `limit`. The call continues after `limit`.
     ///
-    /// If the caller is not polled for `unpolled_max`, the background releaser completes the call.
+    /// If the caller is not polled for `unpolled_max`, or for `limit` if that is shorter, the
+    /// background releaser completes the call.
     pub(crate) async fn response_within_even_if_unpolled(
         self,
         limit: Duration,

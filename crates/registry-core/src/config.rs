@@ -507,8 +507,7 @@ impl OptionError {
     /// Checks a time that a method of the configuration sets.
     ///
     /// # Errors
-    ///
-    /// The time is outside `limits`.
+    /// [`OptionError`] if the time is outside `limits`.
     pub fn check_time(
         option: &'static str,
         time: Duration,

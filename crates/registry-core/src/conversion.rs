@@ -23,8 +23,10 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::InvalidConversion`] if the lock is not
     /// [upgradable](crate::DistributedLock::upgradable), or if it has other guards.
-    /// [`LockError::Lost`] if the lock was lost. [`LockError::Backend`] for a store error that a
-    /// retry cannot resolve. After an error, the lock is released.
+    /// [`LockError::Unsupported`] if the store has no upgradable locks. [`LockError::Lost`] if the
+    /// lock was lost. [`LockError::Backend`] for a store error that a retry cannot resolve.
+    /// [`LockError::Closed`] if the registry is closed during the wait. After an error, this guard
+    /// is dropped, which releases the lock unless it has other guards.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lock is released in the background.
@@ -39,7 +41,8 @@ impl LockGuard {
     /// upgradable guard if other clients held the lock until the deadline.
     ///
     /// # Errors
-    /// As [`upgrade`](Self::upgrade).
+    /// As [`upgrade`](Self::upgrade), and [`LockError::Backend`] for a store error that lasts until
+    /// the deadline.
     ///
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).
@@ -51,8 +54,7 @@ impl LockGuard {
     ///
     /// # Errors
     /// [`LockError::InvalidConversion`] if the lock is neither exclusive nor upgradable, or if it
-    /// has other guards. [`LockError::Unsupported`] if the store has no upgradable locks. Otherwise
-    /// as [`upgrade`](Self::upgrade).
+    /// has other guards. Otherwise as [`upgrade`](Self::upgrade).
     ///
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).
@@ -77,8 +79,8 @@ impl LockGuard {
         }
     }
 
-    /// Tries to convert the lock until `deadline`. After the deadline, returns the unchanged guard
-    /// in the inner error.
+    /// Tries to convert the lock until `deadline`. If other clients still hold the key at the
+    /// deadline, returns the unchanged guard in the inner error.
     async fn convert_until(
         self,
         to: ClaimMode,
@@ -149,7 +151,8 @@ impl Conversion {
         let mut failures = 0;
         let waiting_since = Moment::now();
         let mut registration = WaiterRegistration::new(&engine, &claim);
-        // Ends with the conversion, at the deadline, with a permanent error, or with the lease.
+        // Ends with the conversion, at the deadline, with a permanent error, with the lease, or
+        // when the registry closes.
         loop {
             if let Some(reason) = grant.loss() {
                 return Err(lost_error(&key, reason));
@@ -229,11 +232,12 @@ impl Conversion {
         let grant = Arc::clone(self.hold().grant());
         let engine = grant.engine();
         let claim = grant.claim_with_current_lease();
-        let same_mode =
+        // A conversion to the mode that the claim already has.
+        let withdrawal =
             claim.clone().converted_to(claim.mode()).restricted_to_grant(grant.first_token());
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
-        let call = engine.try_acquire(same_mode);
+        let call = engine.try_acquire(withdrawal);
         drop(call.response_within_even_if_unpolled(limit, grant.lease_length()).await);
         Ok(Err(self.into_guard()))
     }

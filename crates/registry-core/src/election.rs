@@ -50,7 +50,7 @@ struct Candidate {
     leadership: watch::Sender<Leadership>,
     /// Signals the current term to stop.
     stop_sender: Mutex<Option<watch::Sender<bool>>>,
-    /// Locked while the candidate runs.
+    /// Locked while the candidate campaigns or leads.
     running: tokio::sync::Mutex<()>,
 }
 
@@ -154,7 +154,8 @@ impl Election {
     /// If the term is lost, `work` is dropped at its current `.await`. To clean up after a loss,
     /// await [`Term::lost`] in another task, which must not write without the fencing token. After
     /// [`step_down`](Self::step_down), and while the registry closes, `work` has the rest of the
-    /// lease to end. `run` of a clone waits until this call ends.
+    /// lease to end. `run` of a clone does not campaign while this call campaigns or leads; after
+    /// each term, the next call takes its turn.
     ///
     /// # Errors
     /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
@@ -166,7 +167,7 @@ impl Election {
     /// [`Leadership::Follower`].
     ///
     /// # Panics
-    /// If `work` panics. The candidate has then stepped down.
+    /// If `work` panics. The lock is then released in the background.
     ///
     /// # Examples
     /// ```
@@ -240,8 +241,8 @@ impl Election {
     /// during the campaign, so that `work` did not start.
     ///
     /// # Errors
-    /// As [`DistributedLock::lock`]: a store error that lasts for the length of a lease is
-    /// returned. [`LockError::Lost`] if the term was lost before `work` ended. Otherwise as
+    /// As [`DistributedLock::lock`], [`DistributedLock::value`] and [`LockGuard::set_value`].
+    /// [`LockError::Lost`] if the term was lost before `work` ended. Otherwise as
     /// [`run`](Self::run).
     ///
     /// # Cancel safety
@@ -275,7 +276,7 @@ impl Election {
             tokio::select! {
                 biased;
                 output = &mut work => output.map(Some),
-                () = self.stop_requested(&guard, stopping) => {
+                () = self.wait_for_stop_request(&guard, stopping) => {
                     let limit = guard.valid_for();
                     tokio::select! {
                         biased;
@@ -296,12 +297,12 @@ impl Election {
         output
     }
 
-    /// Waits until [`step_down`](Self::step_down) is called or the registry is closing. `close`
-    /// waits for the release of the role.
-    async fn stop_requested(&self, guard: &LockGuard, stopping: watch::Receiver<bool>) {
+    /// Waits until [`step_down`](Self::step_down) is called or the registry is closing. In the
+    /// latter case, calls `step_down`, because `close` waits for the release of the role.
+    async fn wait_for_stop_request(&self, guard: &LockGuard, stopping: watch::Receiver<bool>) {
         tokio::select! {
             biased;
-            () = stop_signal(stopping) => {}
+            () = wait_for_stop_signal(stopping) => {}
             () = guard.hold().grant().engine().closing.wait() => {
                 self.step_down();
             }
@@ -388,16 +389,17 @@ impl Election {
     /// priority campaigns. That candidate may be unable to lead, so after the length of a lease
     /// without a new leader, this one keeps the lock.
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
-        let (mut deadline, mut last_term, mut attempt) = (None, None, 0);
+        let (mut deadline, mut last_token, mut attempt) = (None, None, 0);
         loop {
             let guard = self.lock_role().await?;
             if !self.is_outranked(priority).await {
                 return Ok(guard);
             }
             let now = Moment::now();
-            let term = guard.value().await?.map(|value| value.token);
-            if term != last_term {
-                (deadline, last_term, attempt) = (None, term, 0);
+            // The token of the last leader, which changes with each term.
+            let token = guard.value().await?.map(|value| value.token);
+            if token != last_token {
+                (deadline, last_token, attempt) = (None, token, 0);
             }
             let lease = guard.hold().grant().lease_length();
             if now >= *deadline.get_or_insert_with(|| now.after(lease)) {
@@ -439,11 +441,11 @@ impl Election {
 
     /// Returns a receiver that reports whether this candidate leads.
     ///
-    /// [`Leadership::Follower`] is sent only after the work has ended, and after the store has
-    /// responded to the release or the release has failed. If the future of [`run`](Self::run) is
-    /// dropped, the work is dropped with it, and the background releaser sends `Follower` and
-    /// releases the lock. Do not hold a borrow of the receiver across an `.await`: it blocks the
-    /// sender.
+    /// [`Leadership::Follower`] is sent only after the work has ended. Unless the term was lost, it
+    /// is sent after the store has responded to the release or the release has failed. If the
+    /// future of [`run`](Self::run) is dropped, the work is dropped with it, and the background
+    /// releaser sends `Follower` and releases the lock. Do not hold a borrow of the receiver across
+    /// an `.await`: it blocks the sender.
     #[must_use]
     pub fn leadership(&self) -> watch::Receiver<Leadership> {
         self.candidate.leadership.subscribe()
@@ -502,7 +504,7 @@ impl Candidate {
 /// [`Election::campaign`].
 #[derive(Debug, Clone, Copy)]
 pub struct VacantRecord {
-    /// The store's time at `read_at`.
+    /// The time at `read_at`, on the clock of [`Leader::since`].
     time_at_read: SystemTime,
     read_at: Moment,
 }
@@ -576,18 +578,18 @@ impl Drop for FollowerOnDrop {
     fn drop(&mut self) {
         let (key, token) = (self.local_lock.key().as_str(), self.token);
         self.candidate.leadership.send_if_modified(|current| {
-            let has_ended = *current == Leadership::Leader(token);
-            if has_ended {
+            let is_current_term = *current == Leadership::Leader(token);
+            if is_current_term {
                 *current = Leadership::Follower;
             }
-            has_ended
+            is_current_term
         });
         self.local_lock.engine().emit(|| LockEvent::LeadershipEnded { key, token });
     }
 }
 
 /// Waits until a term is signalled to stop. Never resolves if the term ends without the signal.
-async fn stop_signal(mut stopping: watch::Receiver<bool>) {
+async fn wait_for_stop_signal(mut stopping: watch::Receiver<bool>) {
     if stopping.wait_for(|stops| *stops).await.is_err() {
         std::future::pending::<()>().await;
     }
@@ -622,14 +624,14 @@ impl Term {
         Arc::clone(&self.hold).lost()
     }
 
-    /// Waits until [`Election::step_down`] is called, or the registry is closed. The work then has
-    /// the rest of the lease to end, and while the registry closes, at most the time limit of the
-    /// close. Never resolves otherwise.
+    /// Waits until [`Election::step_down`] is called, or the registry begins to close. The work
+    /// then has the rest of the lease to end, and while the registry closes, at most the time limit
+    /// of the close. Never resolves otherwise.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
     pub fn stopping(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
-        stop_signal(self.stopping.clone())
+        wait_for_stop_signal(self.stopping.clone())
     }
 }
 

@@ -142,13 +142,13 @@ impl Engine {
             return Err(LockError::Unsupported { capability: "waiters", store });
         }
         let (backend, wanted) = (Arc::clone(&self.backend), key.cloned());
-        let listed = Box::pin(async move {
+        let request = Box::pin(async move {
             match backend.waiters() {
                 Some(waiters) => waiters.waiting(wanted.as_ref()).await,
                 None => Ok(Vec::new()),
             }
         });
-        let mut waiting = self.query("list waiters", key.map_or("*", Key::as_str), listed).await?;
+        let mut waiting = self.query("list waiters", key.map_or("*", Key::as_str), request).await?;
         waiting.sort_by(|a, b| a.key.cmp(&b.key).then(b.waited_for.cmp(&a.waited_for)));
         Ok(waiting)
     }

@@ -22,17 +22,17 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break`,
-        /// `diagnose`, `read the value` or `write the value`.
+        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`,
+        /// `list waiters`, `break`, `diagnose`, `read the value` or `write the value`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,
         /// The store error.
         source: BackendError,
     },
-    /// Another client held the lock for the whole wait. Only
-    /// [`lock_with`](crate::DistributedLock::lock_with) returns this; `try_lock_with` returns
-    /// `Ok(None)` instead.
+    /// The lock was held for the whole wait. Only methods that must return a guard, such as
+    /// [`lock_with`](crate::DistributedLock::lock_with), return this. Methods whose names begin
+    /// with `try_` return `Ok(None)` instead.
     #[non_exhaustive]
     WaitElapsed {
         /// The key.
@@ -276,7 +276,9 @@ impl InvalidOption {
     }
 
     pub(crate) fn units(take: u32, of: u32) -> Self {
-        let problem = format!("is not between 1 and the {of} units of the semaphore; take fewer");
+        let problem = format!(
+            "is not between 1 and the {of} units of the semaphore; take at least one, or add units"
+        );
         Self { option: "take", given: take.to_string(), problem: problem.into() }
     }
 
@@ -634,7 +636,7 @@ impl StdError for ConfigError {
 mod tests {
     use super::*;
 
-    fn refused() -> BackendError {
+    fn connection_refused() -> BackendError {
         BackendError::transient("redis: the connection was refused; start the server")
     }
 
@@ -649,19 +651,19 @@ mod tests {
         let io = || std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
         for (error, text) in [
             (
-                lock_error("acquire", "orders/42", at(refused())),
+                lock_error("acquire", "orders/42", at(connection_refused())),
                 r#"acquire on "orders/42" at db.example:6379 failed: redis: the connection was refused; start the server"#,
             ),
             (
-                lock_error("release", "a\nb", refused()),
+                lock_error("release", "a\nb", connection_refused()),
                 r#"release on "a\nb" failed: redis: the connection was refused; start the server"#,
             ),
             (
-                lock_error("acquire", "a", at(refused()).with_source(io())),
+                lock_error("acquire", "a", at(connection_refused()).with_source(io())),
                 r#"acquire on "a" at db.example:6379 failed: redis: the connection was refused; start the server"#,
             ),
             (
-                lock_error("acquire", "a", at(refused()).with_address("a,b")),
+                lock_error("acquire", "a", at(connection_refused()).with_address("a,b")),
                 r#"acquire on "a" at db.example:6379 failed: redis: the connection was refused; start the server"#,
             ),
             (
@@ -669,7 +671,7 @@ mod tests {
                     "release",
                     "a",
                     BackendError::transient("postgres: a transaction is open; end it first")
-                        .with_source(at(refused())),
+                        .with_source(at(connection_refused())),
                 ),
                 r#"release on "a" at db.example:6379 failed: postgres: a transaction is open; end it first"#,
             ),
@@ -690,28 +692,31 @@ mod tests {
     fn an_open_error_names_the_server_that_caused_it() {
         let open = |source| ConfigError::open("redis", "a:1,b:2", source).to_string();
         let cause = "failed: redis: the connection was refused; start the server";
-        assert_eq!(open(refused()), format!("opening the redis store at a:1,b:2 {cause}"));
         assert_eq!(
-            open(refused().with_address("b:2")),
+            open(connection_refused()),
+            format!("opening the redis store at a:1,b:2 {cause}")
+        );
+        assert_eq!(
+            open(connection_refused().with_address("b:2")),
             format!("opening the redis store at b:2 {cause}")
         );
         assert_eq!(
-            ConfigError::open("redis", "", refused()).to_string(),
+            ConfigError::open("redis", "", connection_refused()).to_string(),
             format!("opening the redis store {cause}")
         );
     }
 
     #[test]
     fn a_store_error_shows_its_address_once() {
-        assert_eq!(refused().with_address("").address(), None);
-        let inner = refused().with_address("b:2");
+        assert_eq!(connection_refused().with_address("").address(), None);
+        let inner = connection_refused().with_address("b:2");
         let same = BackendError::transient("no majority").with_address("b:2").with_source(inner);
         assert_eq!(same.to_string(), "b:2: no majority");
-        assert_eq!(same.source().unwrap().to_string(), refused().to_string());
-        let inner = refused().with_address("b:2");
+        assert_eq!(same.source().unwrap().to_string(), connection_refused().to_string());
+        let inner = connection_refused().with_address("b:2");
         let list = BackendError::transient("no majority").with_address("a:1,b:2");
         let list = list.with_source(inner);
         assert_eq!(list.to_string(), "a:1,b:2: no majority");
-        assert_eq!(list.source().unwrap().to_string(), format!("b:2: {}", refused()));
+        assert_eq!(list.source().unwrap().to_string(), format!("b:2: {}", connection_refused()));
     }
 }

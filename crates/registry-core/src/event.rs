@@ -54,8 +54,8 @@ pub enum LockEvent<'a> {
     /// The store responded that other claims hold the key or are first in its queue.
     #[non_exhaustive]
     Busy { key: &'a str, mode: ClaimMode, busy: &'a Busy },
-    /// An attempt failed. Its outcome is unknown unless the error is
-    /// [`refused`](BackendError::refused).
+    /// An attempt failed, or the value block of an election could not be read or written. The
+    /// outcome is unknown unless the error is [`refused`](BackendError::refused).
     #[non_exhaustive]
     AttemptFailed { key: &'a str, mode: ClaimMode, error: &'a BackendError },
     /// The deadline of a caller passed while the key was held.

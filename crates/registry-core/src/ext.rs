@@ -1,4 +1,5 @@
-//! Convenience methods for every [`LockRegistry`]: run work while a lock is held.
+//! Convenience methods for every [`LockRegistry`]: semaphores, locks of several keys, jobs,
+//! elections, and work that runs while a lock is held.
 
 use std::future::Future;
 

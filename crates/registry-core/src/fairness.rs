@@ -12,7 +12,9 @@
 //!   [`CONTENDED_HAND_OVER_MAX`] after its grant.
 //! - Pause: after the release of such a claim, the process pauses before its next attempt. The
 //!   pause is a quarter of the time for which the process held the claim. If the store does not
-//!   wake waiters, the pause is all of this time.
+//!   wake waiters, the pause is all of this time. It doubles with each consecutive pause after
+//!   which the process met no other holder. It lasts from [`PAUSE_MIN`] to
+//!   [`FairnessLimits::pause_max`].
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
 //!   when the process has met as many holders as it usually meets in a turn.
 //! - Longer delay: if programs other than this library poll, each delay is a fifth of the holding
@@ -70,7 +72,7 @@ pub(crate) struct Contention {
     contended: bool,
     /// The number of other holders that the process usually meets in a turn.
     usual_holders: u32,
-    /// The number of other holders that the process has met in this turn.
+    /// The number of attempts of this turn that have found another holder.
     holders_met: u32,
     /// The time of this process's last release of the key.
     released_at: Option<Moment>,
@@ -165,13 +167,13 @@ impl FairnessLimits {
     fn new(store: &Capabilities, poll: Duration) -> Self {
         // A poll interval is lengthened at random by up to a quarter.
         let polled_pause = (poll + poll / 4).clamp(PAUSE_MAX, POLLED_PAUSE_MAX);
-        let (pause_max, uncontended_pause, hold_per_pause) =
+        let (pause_max, uncontended_pause, hold_to_pause_ratio) =
             if store.wakes { (PAUSE_MAX, PAUSE_MIN, 50) } else { (polled_pause, polled_pause, 40) };
         let usual_holders_min = if store.peer_poll.is_some() { USUAL_HOLDERS_MAX } else { 0 };
         Self {
             pause_max,
             uncontended_pause,
-            uncontended_hold_max: uncontended_pause * hold_per_pause,
+            uncontended_hold_max: uncontended_pause * hold_to_pause_ratio,
             waiters_poll: !store.wakes,
             usual_holders_min,
         }
@@ -260,8 +262,8 @@ const USUAL_HOLDERS_MAX: u32 = 16;
 /// If [`Contention::usual_holders`] reaches this value and programs other than this library poll,
 /// the delays last for [`USUAL_HOLDERS_MAX`] holders.
 const MANY_HOLDERS_MIN: u32 = 4;
-/// A turn with fewer other holders than usual lowers [`Contention::usual_holders`] by one, with a
-/// probability of one in this number.
+/// A turn that meets fewer other holders than usual, but at least one, lowers
+/// [`Contention::usual_holders`] by one, with a probability of one in this number.
 const DECAY_ONE_IN: u32 = 8;
 /// The maximum number of keys in [`Fairness::contention_by_key`].
 const KEYS_MAX: usize = 4_096;

@@ -75,7 +75,8 @@ struct InitialState {
 struct GrantState {
     phase: GrantPhase,
     lease: Lease,
-    /// `Some` in the phase `Held`.
+    /// The local permit of an exclusive grant in the phase `Held`. `None` for other modes, and for
+    /// a grant that was converted to exclusive.
     permit: Option<LocalPermit>,
     timer: Option<ScheduleKey>,
     /// The number of tokens of the claim's [`token_block`](Claim::token_block) that were used after
@@ -289,7 +290,7 @@ impl ActiveGrant {
             tokio::select! {
                 biased;
                 () = &mut notification => {}
-                () = self.validity_ended() => {}
+                () = self.wait_for_lease_end() => {}
             }
         }
     }
@@ -299,7 +300,7 @@ impl ActiveGrant {
     ///
     /// Checks for a loss at each poll: after a pause of the process, tokio may poll a task before
     /// it fires the task's timers.
-    pub(crate) async fn validity_ended(self: &Arc<Self>) {
+    pub(crate) async fn wait_for_lease_end(self: &Arc<Self>) {
         // The lease of a claim that is being released may end without a loss. The callers call this
         // function in a loop until they are notified. `LOSS_CHECK_INTERVAL` prevents a busy loop.
         let (now, valid_until) = (Moment::now(), self.valid_until());
@@ -404,8 +405,9 @@ impl ActiveGrant {
         }
     }
 
-    /// Ends the claim because it is lost: notifies the holder, then passes on the local permit.
-    /// Returns false if the claim had ended before.
+    /// Ends the claim because it is lost: notifies the holder, passes on the local permit, and
+    /// releases a claim that the store may still have. After `MaxHold` and `Closed`, the permit
+    /// passes on only after this release. Returns false if the claim had ended before.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (permit, lease_length, fenced) = {
             let mut state = self.state();
@@ -620,7 +622,7 @@ impl ActiveGrant {
     }
 
     /// Records that a renewal sent at `sent_at` was granted.
-    pub(crate) fn renewed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
+    pub(crate) fn record_renewal(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
         let now = Moment::now();
         let valid_for = {
             let mut state = self.state();
@@ -765,7 +767,7 @@ impl Renewable for ActiveGrant {
         };
         // Without automatic renewal, a verification does not extend the lease.
         if is_auto_renewed {
-            self.renewed(sent_at, granted);
+            self.record_renewal(sent_at, granted);
         }
     }
 

@@ -73,8 +73,8 @@ impl LockGuard {
         self.hold().token()
     }
 
-    /// Returns the instant until which the lock is certainly held without a further renewal. The
-    /// instant is in the past once the lock is lost.
+    /// Returns the instant until which the lock is certainly held without a further renewal. Once
+    /// the lock is lost, this is the time of the call.
     ///
     /// The lease counts from before the request was sent, less a margin of 1 % and 2 ms for clocks
     /// that run at different rates. The clock includes the time for which this host is suspended.
@@ -157,7 +157,7 @@ impl LockGuard {
         match response.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
-                grant.renewed(sent_at, granted);
+                grant.record_renewal(sent_at, granted);
             }
             Ok(Renewal::Gone) => _ = grant.lose(LostReason::Gone),
             Err(error) => return Err(store_error("extend", key.as_str(), error)),
@@ -186,10 +186,10 @@ impl LockGuard {
     /// Releases the lock. Waits until the store has freed the key, or the claim has passed to the
     /// next local caller.
     ///
-    /// If other guards from [`reenter`](Self::reenter) are alive, only this guard ends. If the
-    /// [`min_hold`](crate::LockOptions::min_hold) is not over, this returns without waiting for its
-    /// end; the background releaser then frees the key. If the lease would end before the
-    /// `min_hold`, this first waits for a renewal.
+    /// If other guards from [`reenter`](Self::reenter) are alive, or other readers of this process
+    /// share the grant, only this guard ends. If the [`min_hold`](crate::LockOptions::min_hold) is
+    /// not over, this returns without waiting for its end; the background releaser then frees the
+    /// key. If the lease would end before the `min_hold`, this first waits for a renewal.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
@@ -317,7 +317,7 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
         let Some(ending) = ending.hand_over() else { continue };
         let claim = ending.claim();
         let engine = ending.grant().engine();
-        let fits = engine.backend.batch().is_some()
+        let joins_batch = engine.backend.batch().is_some()
             && claim.mode() == ClaimMode::Exclusive
             && !claim.is_fenced()
             && ending.grant().min_hold_left().is_zero()
@@ -325,7 +325,7 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
                 Arc::ptr_eq(first.grant().engine(), engine)
                     && engine.backend.shard(first_claim) == engine.backend.shard(&claim)
             });
-        if fits {
+        if joins_batch {
             batch.push((ending, claim));
         } else {
             singles.push(ending);
@@ -356,8 +356,8 @@ async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockE
     let releases = batch.into_iter().zip(parts).map(|((ending, claim), part)| {
         let background = background.clone();
         async move {
-            let first = first_poll(part).await;
-            finish_release(ending, &claim, first, &background).await
+            let sent = first_poll(part).await;
+            finish_release(ending, &claim, sent, &background).await
         }
     });
     join_all(releases).await
@@ -375,7 +375,8 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     release_ending(ending).await
 }
 
-/// Releases the claim, and waits for the outcome.
+/// Releases the claim, and waits for the outcome. If the `min_hold` is not over, leaves the release
+/// to the background releaser.
 async fn release_ending(ending: EndingGrant) -> Result<(), LockError> {
     let engine = ending.grant().engine();
     if !ending.grant().min_hold_left().is_zero() {
@@ -385,18 +386,18 @@ async fn release_ending(ending: EndingGrant) -> Result<(), LockError> {
     }
     let claim = ending.claim();
     let background = engine.background.clone();
-    let first = engine.send_release(&claim).await;
-    finish_release(ending, &claim, first, &background).await
+    let sent = engine.send_release(&claim).await;
+    finish_release(ending, &claim, sent, &background).await
 }
 
 /// Waits for the outcome of a release that was sent and polled once.
 async fn finish_release(
     mut ending: EndingGrant,
     claim: &Claim,
-    first: FirstPoll<Release>,
+    sent: FirstPoll<Release>,
     background: &BackgroundReleaser,
 ) -> Result<(), LockError> {
-    if let Ok(Ok(Release::Freed)) = first
+    if let Ok(Ok(Release::Freed)) = sent
         && ending.grant().possible_grants() == 0
     {
         emit_released(ending.grant());
@@ -405,7 +406,7 @@ async fn finish_release(
         yield_if_budget_used_up().await;
         return Ok(());
     }
-    let release = match first {
+    let release = match sent {
         Ok(response) => Call::completed(background, response),
         Err(release) => Call::after_first_poll(background, release),
     };
@@ -511,9 +512,9 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
 struct ReleaseContext {
     /// A release that is already in flight.
     in_flight: Option<Call<Result<Release, BackendError>>>,
-    /// Receives the outcome of the first renewal during the `min_hold`.
+    /// Sends the caller the outcome of the first renewal during the `min_hold`.
     first_renewal_sender: Option<FirstRenewalSender>,
-    /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
+    /// Sends the caller the error of the first release that is [blocked](BackendError::as_blocked).
     blocked_error_sender: Option<oneshot::Sender<BackendError>>,
 }
 
@@ -629,7 +630,7 @@ impl Hold {
                             None => break,
                         },
                         HoldState::Held => {
-                            // The lease renewer notifies of a loss. `validity_ended` covers the
+                            // The lease renewer notifies of a loss. `wait_for_lease_end` covers the
                             // case that the renewer's runtime has shut down. The task that detects
                             // the loss calls this task's waker. A panic of the waker must not end
                             // that task.
@@ -637,7 +638,7 @@ impl Hold {
                                 tokio::select! {
                                     biased;
                                     () = &mut notification => {}
-                                    () = hold.grant().validity_ended() => {}
+                                    () = hold.grant().wait_for_lease_end() => {}
                                 }
                             })
                             .await;

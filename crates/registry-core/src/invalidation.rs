@@ -27,14 +27,15 @@ use crate::key::Key;
 /// the lock continues unchanged. A superfluous notification therefore costs one renewal. A missing
 /// notification delays the loss until the next renewal.
 ///
-/// A claim is not renewed if its holder has disabled renewal, or if it has reached `max_hold`. The
-/// verification of such a claim must not extend its lease. It therefore requests the shortest lease
-/// that the store accepts.
+/// A claim is not renewed if its holder has disabled renewal, or if its lease ends with its
+/// `max_hold`. The verification of such a claim must not extend its lease. It therefore requests
+/// the shortest lease that the store accepts.
 ///
-/// Only one verification of a claim runs at a time. Notifications during a verification cause one
-/// more verification after its response. Verifications of one claim are at least 10 ms apart. This
-/// interval grows while notifications continue without a pause. Its maximum is one second or a
-/// twentieth of the lease, whichever is shorter.
+/// A claim has one verification at a time: the next one waits for the response to the last one, at
+/// most for the operation time-out. Notifications during a verification cause one more
+/// verification. Verifications of one claim are at least 10 ms apart. This interval grows while
+/// notifications continue without a pause. Its maximum is one second or a twentieth of the lease,
+/// whichever is shorter.
 ///
 /// If a verification fails with a store error, the registry retries it after the same pause as a
 /// renewal. A further notification shortens this pause. A notification for a key that this registry

@@ -53,7 +53,7 @@ pub(crate) struct Lease {
     /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
     /// How often the interval between verifications has doubled. Reset when an invalidation arrives
-    /// after a pause.
+    /// after the end of `pause`.
     interval_doublings: u32,
     verification: Verification,
     /// The time of one verification that is sent even without an invalidation. `FUTURE` if the
@@ -398,8 +398,8 @@ pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 /// changes would cause an endless loop.
 const VERIFICATION_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// The maximum number of consecutive renewals without a response. The lease renewer then waits for
-/// a response before it sends the next renewal.
+/// The maximum number of consecutive renewals without a response, and that of verifications. The
+/// lease renewer then waits for a response before it sends the next one.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]

@@ -66,7 +66,7 @@ mod error;
     expect(
         dead_code,
         unreachable_pub,
-        reason = "public only in the builds that prove the harness"
+        reason = "used only in builds with `--cfg lock_registry_mutants`"
     )
 )]
 mod mutant;

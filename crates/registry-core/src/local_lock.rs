@@ -162,8 +162,8 @@ pub(crate) struct LocalLock {
     /// A hint, read without locking the queue. If false, the queue is empty, or its first waiter is
     /// just joining. If true, the queue may nevertheless be empty.
     has_waiters: AtomicBool,
-    /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
-    /// caller with the local permit writes it.
+    /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue, but written
+    /// only while the queue is locked.
     has_store_error: AtomicBool,
     /// The number of invalidations of this key. An acquisition compares this number before and
     /// after its request.
@@ -182,7 +182,8 @@ struct WaitQueue {
     store_error: Option<BackendError>,
     /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
     exclusive_hold: Weak<Hold>,
-    /// The shared and upgradable holds that have an owner; that owner can re-enter.
+    /// The holds that are not exclusive and have an owner. The owner of a shared or upgradable hold
+    /// can re-enter.
     shared_holds: Vec<Weak<Hold>>,
     /// The last shared grant, which further readers may join.
     joinable_grant: Weak<ActiveGrant>,
@@ -345,8 +346,7 @@ pub(crate) enum NotAdmitted {
     /// The deadline passed. Contains the error of the last request by the caller with the local
     /// permit, if that request failed.
     TimedOut(Option<BackendError>),
-    /// The caller was first in the queue but was not polled for the length of a lease. It must
-    /// queue again.
+    /// The caller was admitted but was not polled for the length of a lease. It must queue again.
     PassedOn,
     /// The owner holds the key in a mode that excludes the requested one, so the caller would wait
     /// for its own owner.

@@ -57,8 +57,9 @@ impl DistributedLock {
     ///
     /// # Errors
     /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise when all
-    /// attempts have failed for the length of a lease. [`LockError::InvalidKey`] before any I/O.
-    /// [`LockError::Closed`].
+    /// attempts have failed for the length of a lease. [`LockError::HeldByOwner`] if the
+    /// [owner](crate::Owner) of the caller already holds the lock in a mode that excludes this one.
+    /// [`LockError::InvalidKey`] before any I/O. [`LockError::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future gives up the place in the local queue. A claim that was already sent is
@@ -123,9 +124,10 @@ impl DistributedLock {
     /// time limit.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock). [`LockError::WaitElapsed`] if the lock was held until the end of
-    /// the wait. [`LockError::InvalidOption`] for a value that the store does not accept, before
-    /// any I/O.
+    /// Without a wait, as [`lock`](Self::lock). With a wait, as
+    /// [`try_lock_for`](Self::try_lock_for), and [`LockError::WaitElapsed`] if the lock was held
+    /// until the end of the wait. [`LockError::InvalidOption`] for a value that the store does not
+    /// accept, before any I/O.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -407,21 +409,22 @@ impl DistributedLock {
         engine.require_inspect()?;
         engine.backend.check_key(local_lock.key())?;
         let (backend, key) = (Arc::clone(&engine.backend), local_lock.key().clone());
-        let inspected = Box::pin(async move {
+        let request = Box::pin(async move {
             match backend.admin() {
                 Some(admin) => admin.inspect(&key).await,
                 None => Ok(Vec::new()),
             }
         });
-        engine.query("inspect", local_lock.key().as_str(), inspected).await
+        engine.query("inspect", local_lock.key().as_str(), request).await
     }
 
     /// Returns the claims that wait for this lock, of this and all other clients, the longest wait
     /// first.
     ///
-    /// Each registry has at most one waiting claim per key and mode, however many of its callers
-    /// wait. In a store without a queue, a claim is listed once it has waited for about a second,
-    /// if its registry [registers](crate::RegistryBuilder::waiters) its waiters.
+    /// Each registry has at most one waiting claim per key, however many of its callers wait. An
+    /// upgrade that waits is an additional claim. In a store without a queue, a claim is listed
+    /// once it has waited for about a second, if its registry
+    /// [registers](crate::RegistryBuilder::waiters) its waiters.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot list waiters; [`LockError::Backend`];

@@ -46,7 +46,7 @@ struct MemoryState {
     /// decreases when reserved tokens are returned.
     last_used_token: AtomicU64,
     /// The wall clock at the first grant, in microseconds since 1970.
-    epoch_us: OnceLock<u64>,
+    first_grant_us: OnceLock<u64>,
     /// The number of grants since expired records were last removed.
     grants_since_sweep: AtomicU64,
     /// The number of grants after which expired records are removed again.
@@ -124,7 +124,7 @@ impl MemoryState {
     /// earlier run that used more than a million tokens a second on average.
     fn next_token(&self, block: u32) -> Option<FencingToken> {
         // The clock is read only once, because each later token exceeds the previous one anyway.
-        let now = *self.epoch_us.get_or_init(epoch_us);
+        let now = *self.first_grant_us.get_or_init(wall_clock_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
             let last_used = self.last_used_token.load(Ordering::Acquire);
@@ -144,7 +144,7 @@ impl MemoryState {
 
     /// Makes the next token larger than the first `used` tokens of a record that ends. The tokens
     /// need no reservation before that, because the key has no other grant until the record ends.
-    fn mark_tokens_used(&self, record: &ExclusiveGrant, used: u32) {
+    fn record_used_tokens(&self, record: &ExclusiveGrant, used: u32) {
         if used > 1 {
             let last = last_of_block(record.token, used);
             self.last_used_token.fetch_max(last, Ordering::AcqRel);
@@ -169,7 +169,7 @@ impl MemoryState {
 
     /// Counts a grant. Removes the expired records once `sweep_after` grants, and at least
     /// [`SWEEP_AFTER_MIN`], have been counted since the last removal.
-    fn sweep(&self, now: Moment) {
+    fn count_grant_and_sweep(&self, now: Moment) {
         // Counts grants, because counting the records would lock all shards of the map.
         let grants = self.grants_since_sweep.fetch_add(1, Ordering::Relaxed);
         if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
@@ -179,7 +179,7 @@ impl MemoryState {
                 MemoryRecord::Exclusive(grant) => {
                     let is_live = grant.is_live(now);
                     if !is_live {
-                        self.mark_tokens_used(grant, grant.block);
+                        self.record_used_tokens(grant, grant.block);
                         ended.extend(grant.ended.take());
                     }
                     is_live
@@ -363,14 +363,14 @@ impl WaiterStore for MemoryBackend {
             .0
             .waiting
             .iter()
-            .filter(|it| now < it.until && key.is_none_or(|key| *key == it.key().0));
+            .filter(|wait| now < wait.until && key.is_none_or(|key| *key == wait.key().0));
         Ok(registered
-            .map(|it| {
-                let waited_for = it.waited_before + now.since(it.registered_at);
-                WaitingClaim::new(it.key().0.clone())
-                    .with_mode(it.mode)
-                    .with_label(it.label.as_deref().map(str::to_owned))
-                    .with_times(Some(waited_for), Some(it.until.since(now)))
+            .map(|wait| {
+                let waited_for = wait.waited_before + now.since(wait.registered_at);
+                WaitingClaim::new(wait.key().0.clone())
+                    .with_mode(wait.mode)
+                    .with_label(wait.label.as_deref().map(str::to_owned))
+                    .with_times(Some(waited_for), Some(wait.until.since(now)))
             })
             .collect())
     }
@@ -434,7 +434,7 @@ impl LockAdmin for MemoryBackend {
             Entry::Vacant(_) => Release::NotHeld,
             Entry::Occupied(mut entry) => match entry.get_mut() {
                 MemoryRecord::Exclusive(grant) => {
-                    self.0.mark_tokens_used(grant, grant.block);
+                    self.0.record_used_tokens(grant, grant.block);
                     let is_live = grant.is_live(now);
                     drop(entry.remove());
                     if is_live { Release::Freed } else { Release::NotHeld }
@@ -488,25 +488,25 @@ impl MemoryState {
                             .with_seen_version(grant.token.get());
                         return Ok(Attempt::Busy(busy));
                     }
-                    self.mark_tokens_used(grant, grant.block);
+                    self.record_used_tokens(grant, grant.block);
                     let mut several = SeveralClaims::new();
                     several.record.insert(grant.to_entry(claim.key()));
                     let replaced = entry.insert(MemoryRecord::Several(several));
-                    (self.acquire_in(entry, claim, now)?, Some(replaced))
+                    (self.acquire_among_several(entry, claim, now)?, Some(replaced))
                 }
                 MemoryRecord::Exclusive(grant) if is_plain_exclusive => {
-                    self.mark_tokens_used(grant, grant.block);
+                    self.record_used_tokens(grant, grant.block);
                     let grant = self.grant(claim, now)?;
                     let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
                     (granted, Some(entry.insert(MemoryRecord::Exclusive(grant))))
                 }
                 MemoryRecord::Exclusive(grant) => {
-                    self.mark_tokens_used(grant, grant.block);
+                    self.record_used_tokens(grant, grant.block);
                     let several = MemoryRecord::Several(SeveralClaims::new());
                     let replaced = entry.insert(several);
-                    (self.acquire_in(entry, claim, now)?, Some(replaced))
+                    (self.acquire_among_several(entry, claim, now)?, Some(replaced))
                 }
-                MemoryRecord::Several(_) => (self.acquire_in(entry, claim, now)?, None),
+                MemoryRecord::Several(_) => (self.acquire_among_several(entry, claim, now)?, None),
             },
             Entry::Vacant(entry) if is_plain_exclusive => {
                 let grant = self.grant(claim, now)?;
@@ -516,20 +516,20 @@ impl MemoryState {
             }
             Entry::Vacant(entry) => {
                 let entry = entry.insert_entry(MemoryRecord::Several(SeveralClaims::new()));
-                (self.acquire_in(entry, claim, now)?, None)
+                (self.acquire_among_several(entry, claim, now)?, None)
             }
         };
         // Dropped after the map is unlocked: the drop wakes waiters, a waker may poll its task
         // synchronously, and that task uses the map.
         drop(replaced);
         if matches!(attempt, Attempt::Granted(_)) {
-            self.sweep(now);
+            self.count_grant_and_sweep(now);
         }
         Ok(attempt)
     }
 
     /// Decides an attempt for a key with several claims.
-    fn acquire_in(
+    fn acquire_among_several(
         &self,
         mut entry: OccupiedEntry<'_, Key, MemoryRecord>,
         claim: &Claim,
@@ -569,8 +569,8 @@ impl MemoryState {
         // An expired record of this claim is removed too, but the result is then `NotHeld`.
         let must_remove = |record: &MemoryRecord| match record {
             MemoryRecord::Exclusive(grant) if ours(grant) => {
-                // Marked before the key is free, so that its next grant has a larger token.
-                self.mark_tokens_used(grant, claim.token_block().min(grant.block));
+                // Recorded before the key is free, so that its next grant has a larger token.
+                self.record_used_tokens(grant, claim.token_block().min(grant.block));
                 true
             }
             _ => false,
@@ -578,12 +578,12 @@ impl MemoryState {
         match self.records.remove_if(claim.key(), |_, record| must_remove(record)) {
             Some((_, MemoryRecord::Exclusive(grant))) if grant.is_live(now) => Release::Freed,
             Some(_) => Release::NotHeld,
-            None => self.release_in(claim, now),
+            None => self.release_among_several(claim, now),
         }
     }
 
     /// Releases a claim of a key with several claims.
-    fn release_in(&self, claim: &Claim, now: Moment) -> Release {
+    fn release_among_several(&self, claim: &Claim, now: Moment) -> Release {
         let Entry::Occupied(mut occupied) = self.records.entry(claim.key().clone()) else {
             return Release::NotHeld;
         };
@@ -640,7 +640,7 @@ impl fmt::Debug for MemoryBackend {
     clippy::disallowed_methods,
     reason = "the first token is derived from it; no lease depends on it"
 )]
-fn epoch_us() -> u64 {
+fn wall_clock_us() -> u64 {
     let since = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap_or(Duration::ZERO);

@@ -128,7 +128,7 @@ impl MultiLock {
     /// `Ok(None)` if it could not acquire all of them before the deadline.
     ///
     /// # Errors
-    /// As [`lock_with`](Self::lock_with).
+    /// As [`lock`](Self::lock) and [`DistributedLock::try_lock_with`].
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -173,7 +173,7 @@ impl MultiLock {
             failures = Failures::default();
             // A key may be lost while the others are acquired.
             let is_lost = |lock: &&DistributedLock| {
-                guards.iter().any(|it| it.key() == lock.key() && !it.is_held())
+                guards.iter().any(|guard| guard.key() == lock.key() && !guard.is_held())
             };
             let Some(busy) = busy.or_else(|| self.locks.iter().find(is_lost)) else {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
@@ -243,7 +243,8 @@ impl MultiLock {
                 None => by_registry.push((vec![lock], vec![local_lock])),
             }
         }
-        let attempts = by_registry.iter().map(|(_, locals)| try_acquire_all(locals, &options));
+        let attempts =
+            by_registry.iter().map(|(_, local_locks)| try_acquire_all(local_locks, &options));
         let attempts = join_all(attempts).await;
         let mut busy = None;
         for ((locks, _), attempt) in by_registry.iter().zip(attempts) {

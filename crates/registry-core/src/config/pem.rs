@@ -100,16 +100,16 @@ impl PemFiles {
     /// `Misconfigured` if a file cannot be read or contains no PEM text of its kind.
     pub fn read(&self, store: &str) -> Result<PemTexts, BackendError> {
         let certificates = |option, path: &Option<PathBuf>| {
-            path.as_deref().map(|path| certificates(store, option, path)).transpose()
+            path.as_deref().map(|path| read_certificates(store, option, path)).transpose()
         };
         let ca = certificates("ca", &self.ca)?;
         let cert = certificates("cert", &self.cert)?;
-        let key = self.key.as_ref().map(|key| private_key(store, key.expose().as_ref()));
+        let key = self.key.as_ref().map(|key| read_private_key(store, key.expose().as_ref()));
         Ok(PemTexts { ca, client: cert.zip(key.transpose()?) })
     }
 }
 
-fn certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
+fn read_certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
     let named = format!("file {path:?} of option `{option}`");
     let pem = read(path).map_err(|error| {
         let problem = format!("{named} cannot be read; check its path and permissions");
@@ -122,7 +122,7 @@ fn certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, Backe
 }
 
 // Errors do not show the path, because a user may pass the key itself.
-fn private_key(store: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
+fn read_private_key(store: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
     let pem = read(path).map_err(|error| {
         let problem = "the file of option `key` cannot be read; check its path and permissions";
         misconfigured(store, problem).with_source(error)
@@ -142,9 +142,9 @@ fn misconfigured(store: &str, problem: &str) -> BackendError {
 const BYTES_MAX: u64 = 1 << 20;
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let file = fs::metadata(path)?;
+    let metadata = fs::metadata(path)?;
     // Reading a pipe or a device may never end.
-    if !file.is_file() || file.len() > BYTES_MAX {
+    if !metadata.is_file() || metadata.len() > BYTES_MAX {
         return Err(io::Error::other(format!("not a regular file of at most {BYTES_MAX} bytes")));
     }
     fs::read(path)

@@ -289,7 +289,8 @@ fn parse_host(host: &str, default_port: u16) -> Option<Host> {
 }
 
 /// Returns whether `host` is a host with an optional port. This is false for `user:password`,
-/// unless the password is a number.
+/// unless the password is a number up to 65535. It is true for an empty host, which
+/// [`UrlParts::host`] refuses.
 #[must_use]
 pub fn is_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {

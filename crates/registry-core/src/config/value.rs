@@ -97,7 +97,7 @@ pub fn parse_choice<T: Clone>(text: &str, choices: &[(&str, T)]) -> Result<T, In
 /// Parses the path of a file. Refuses text that looks like the contents of the file.
 ///
 /// # Errors
-/// [`InvalidValue`] for empty text, and for PEM text.
+/// [`InvalidValue`] for empty text, for a control character, and for PEM text.
 pub fn parse_path(text: &str) -> Result<PathBuf, InvalidValue> {
     if text.is_empty() {
         return Err(InvalidValue::new("is empty; write the path of a file"));
