@@ -1,5 +1,5 @@
-//! The background releaser: completes jobs whose caller is gone, such as releases. A job is a
-//! future that this module only polls.
+//! The background releaser: completes jobs whose caller is gone, such as releases. A job is an
+//! opaque future: this module only polls it.
 //!
 //! Submitting a job sends the job to a channel. Sending does not block, spawn or panic, with or
 //! without a runtime. A runtime that shuts down drops the jobs. The `Drop` of a job passes on the

@@ -51,10 +51,10 @@ impl Moment {
     /// Returns the current time.
     #[must_use]
     pub fn now() -> Self {
-        // `boot` must be read first; see `suspended`.
+        // `boot` must be read first; see `update_suspended_time`.
         let boot = boot_ns();
         let (tokio_ns, origin) = since_origin();
-        Self(tokio_ns.saturating_add(suspended(boot, tokio_ns, origin)))
+        Self(tokio_ns.saturating_add(update_suspended_time(boot, tokio_ns, origin)))
     }
 
     /// Returns the current time without a check for a new suspension. The result is too early by
@@ -167,7 +167,7 @@ fn nanos_between(earlier: Instant, later: Instant) -> i64 {
 ///
 /// `boot` must be read before `tokio_ns`. An interruption of this thread between these reads can
 /// then hide a suspension, but cannot look like a suspension.
-fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
+fn update_suspended_time(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     let known = SUSPENDED.load(Ordering::Relaxed);
     let difference = boot.saturating_sub(origin.boot).saturating_sub(tokio_ns);
     if difference.saturating_sub(known) <= READ_JITTER {

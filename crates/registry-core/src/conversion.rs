@@ -116,14 +116,15 @@ impl Conversion {
                     return Ok(Self { hold: Some(hold), to });
                 }
                 let guard = LockGuard::new(hold);
-                return Err(invalid(&guard, to, "the lock has other guards; drop them first"));
+                let problem = "the lock has other guards; drop them first";
+                return Err(invalid_conversion(&guard, to, problem));
             }
             (Shared, Exclusive) => {
                 "two shared holders would deadlock; acquire the lock as upgradable"
             }
             _ => "no such conversion exists; check `mode()`",
         };
-        Err(invalid(&guard, to, problem))
+        Err(invalid_conversion(&guard, to, problem))
     }
 
     fn hold(&self) -> &Arc<Hold> {
@@ -255,6 +256,6 @@ impl Drop for Conversion {
     }
 }
 
-fn invalid(guard: &LockGuard, to: ClaimMode, problem: &'static str) -> LockError {
+fn invalid_conversion(guard: &LockGuard, to: ClaimMode, problem: &'static str) -> LockError {
     LockError::InvalidConversion { key: guard.key().to_owned(), from: guard.mode(), to, problem }
 }

@@ -132,7 +132,8 @@ impl LockGuard {
         }
     }
 
-    /// Extends the lease to at least `lease` from now. Later renewals also request `lease`.
+    /// Extends the lease to at least `lease` from now, but not beyond the end of
+    /// [`max_hold`](crate::LockOptions::max_hold). Later renewals also request `lease`.
     ///
     /// # Errors
     /// [`LockError::InvalidOption`] for a lease that the store does not accept, before any I/O.

@@ -226,7 +226,8 @@ struct SentAdmission {
 }
 
 impl SentAdmission {
-    fn is_overdue(&mut self, now: Moment) -> bool {
+    /// Returns whether the admission is overdue. The first call begins the time.
+    fn check_overdue(&mut self, now: Moment) -> bool {
         let first_checked_at = *self.first_checked_at.get_or_insert(now);
         now.since(first_checked_at) >= self.unpolled_max
     }
@@ -626,7 +627,7 @@ impl StallCheck for LocalLock {
         wait_queue.unreceived_guards.retain(|sent| sent.channel.is_open());
         let WaitQueue { unreceived_permit, unreceived_guards, .. } = &mut *wait_queue;
         for sent in unreceived_permit.iter_mut().chain(unreceived_guards) {
-            if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
+            if sent.check_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
                 overdue.push(Arc::clone(&sent.channel));
             }
         }

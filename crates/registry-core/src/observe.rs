@@ -1,4 +1,4 @@
-//! Ready-made observers.
+//! Ready-made observers, and the events that they receive.
 
 pub use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd, TickEnd};
 
