@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::{fs, io};
 use std::time::Duration;
+use std::{fs, io};
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{PeerLayout, Section, SectionTask};

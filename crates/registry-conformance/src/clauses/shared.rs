@@ -822,9 +822,7 @@ pub async fn an_owner_reenters_its_shared_lock_as_a_reader_only(context: &TestCo
     let first = lock.read_with(with_owner()).await.expect("a free lock is acquired");
     let second = lock.read_with(with_owner()).await.expect("an owner re-enters");
     assert_eq!(first.fencing_token(), second.fencing_token());
-    match timeout(context.max_wait(), lock.lock_with(with_owner()))
-        .await
-        .expect("it does not wait")
+    match timeout(context.max_wait(), lock.lock_with(with_owner())).await.expect("it does not wait")
     {
         Err(LockError::HeldByOwner { held: ClaimMode::Shared, .. }) => {}
         other => panic!("an owner waits for itself: {other:?}"),

@@ -679,9 +679,7 @@ pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     let inner = inner.expect("an owner does not wait for itself").expect("it re-enters");
     assert_eq!(inner.fencing_token(), outer.fencing_token());
     drop(inner);
-    match timeout(context.max_wait(), lock.lock_with(with_owner()))
-        .await
-        .expect("it does not wait")
+    match timeout(context.max_wait(), lock.lock_with(with_owner())).await.expect("it does not wait")
     {
         Err(LockError::HeldByOwner { held: ClaimMode::Shared, .. }) => {}
         other => panic!("an owner waits for itself: {other:?}"),

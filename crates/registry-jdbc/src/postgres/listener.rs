@@ -400,10 +400,7 @@ mod tests {
         assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
         (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
-        assert!(
-            shared.state().ends_wait_at_once(&A, position),
-            "more releases than are stored"
-        );
+        assert!(shared.state().ends_wait_at_once(&A, position), "more releases than are stored");
         let position = shared.state().last_sequence;
         assert!(!shared.state().ends_wait_at_once(&A, position));
     }
