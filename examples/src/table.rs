@@ -144,8 +144,8 @@ impl LockBackend for TableBackend {
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
-        // The version is the count at the time of the `Busy` reply, so a release since then ends the
-        // wait at once. A release of another key ends it too: the next attempt is then `Busy`.
+        // The version is the count at the time of the `Busy` reply, so a release since then ends
+        // the wait at once. A release of another key ends it too: the next attempt is then `Busy`.
         let mut releases = self.releases.clone();
         if releases.wait_for(|count| *count > busy.seen_version).await.is_err() {
             // The table has ended. The next poll returns that error.

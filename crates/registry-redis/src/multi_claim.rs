@@ -199,8 +199,8 @@ impl RedisStore {
 
     async fn read_value(&self, lock: &str) -> Result<StoredValue, BackendError> {
         let event_seq = last_event_seq();
-        // No lease ends at the expected end -1, so the script writes nothing and returns the current
-        // value.
+        // No lease ends at the expected end -1, so the script writes nothing and returns the
+        // current value.
         let call = self.scripts.replace_record.call([lock]).arg("").arg("").arg(1).arg(-1);
         match self.connections.run(self.slot(lock), &call).await? {
             Value::Array(parts) => StoredValue::parse(&parts, event_seq),

@@ -345,7 +345,7 @@ const PERMIT_UNITS: MetricDescription =
 const LEADER: MetricDescription = gauge(
     "lock_registry_leader",
     &[],
-    "1 while this process leads the role, otherwise 0; exists once the process has campaigned",
+    "1 while this process leads the role, otherwise 0, from its first campaign on",
 );
 const TICKS: MetricDescription = counter(
     "lock_registry_ticks_total",
