@@ -1,5 +1,5 @@
-//! Errors, classified by what the caller can do about them. A held lock is a value, not an error;
-//! only [`LockError::WaitElapsed`] is an exception.
+//! Errors, classified by what the caller can do about them. That another client holds a lock is
+//! returned as a value, `Ok(None)`, and as an error only by [`LockError::WaitElapsed`].
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -13,8 +13,9 @@ use crate::mode::ClaimMode;
 
 /// The reason why a lock operation failed.
 ///
-/// `Display` shows one sentence: `OPERATION on "KEY" at HOST:PORT failed: CAUSE; HINT`.
-/// [`source`](StdError::source) returns the error of the client library, if there is one.
+/// `Display` shows one sentence. For a store error, it is
+/// `OPERATION on "KEY" at HOST:PORT failed: CAUSE; HINT`. [`source`](StdError::source) returns the
+/// error of the client library, if there is one.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum LockError {
@@ -60,14 +61,14 @@ pub enum LockError {
         /// The store.
         store: &'static str,
     },
-    /// The held permits state another number of units than this semaphore.
+    /// The permits already held were acquired with another number of units than this semaphore has.
     #[non_exhaustive]
     UnitsMismatch {
         /// The key.
         key: String,
-        /// The units that this semaphore states.
+        /// The units of this semaphore.
         stated: u32,
-        /// The units that the held permits state.
+        /// The units with which the held permits were acquired.
         held: u32,
     },
     /// The mode of a held lock cannot change in this way. Nothing was sent to the store.
@@ -252,8 +253,8 @@ impl InvalidOption {
         Self { option: "value", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
-    pub(crate) fn value_of_mode(mode: ClaimMode) -> Self {
-        let problem = "is not the mode of a holder that writes the value; acquire the lock with `lock`, or upgrade it";
+    pub(crate) fn mode_cannot_write(mode: ClaimMode) -> Self {
+        let problem = "does not allow writing the value; acquire the lock with `lock`, or upgrade it";
         Self { option: "mode", given: mode.name().to_owned(), problem: problem.into() }
     }
 
@@ -555,8 +556,8 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// Creates [`ConfigError::Unknown`]: `given` is not the name of a `what`. The arguments must
-    /// contain no secret.
+    /// Creates [`ConfigError::Unknown`]: no `what`, such as an option or a scheme, is named `given`.
+    /// The arguments must contain no secret.
     #[must_use]
     pub fn unknown(
         what: &'static str,

@@ -132,7 +132,7 @@ impl LockGuard {
             return Err(InvalidOption::value_too_long(value.len(), LockValue::BYTES_MAX).into());
         }
         if self.mode() != ClaimMode::Exclusive {
-            return Err(InvalidOption::value_of_mode(self.mode()).into());
+            return Err(InvalidOption::mode_cannot_write(self.mode()).into());
         }
         let claim = self.claim_for_fence()?.clone();
         let (backend, token) = (Arc::clone(&engine.backend), self.fencing_token());

@@ -388,7 +388,7 @@ async fn holder_connection(
 ) -> Result<Option<HolderConnection>, BackendError> {
     let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id_value(key)]);
     let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
-        Err(error) if MySql::is_missing_holder_locks(&error) => return Ok(None),
+        Err(error) if MySql::is_missing_named_locks(&error) => return Ok(None),
         found => found?,
     };
     let Some(row) = found.first() else { return Ok(None) };

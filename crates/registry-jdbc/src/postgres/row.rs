@@ -20,7 +20,7 @@ use crate::server::{
     SessionFailure, SessionProtocol, Statement, TokenPlan, Value, WakeupSource as _,
 };
 
-/// Sends the statements of one lock's session.
+/// Sends the statements of the sessions of row locks. Each held lock has its own session.
 pub(crate) struct PgRowProtocol {
     rows: Arc<PgLeaseTable>,
     connections: RowLockConnections<PgConnection>,
@@ -252,8 +252,8 @@ impl SessionProtocol for PgRowProtocol {
     }
 }
 
-/// Returns the key of the advisory lock that the transaction of this claim holds. If two claims
-/// have the same key, `list` may report the wrong claim as the holder.
+/// Returns the number of the advisory lock that shows for which claim a transaction holds its row.
+/// If two claims have the same number, `list` may report the wrong claim as the holder.
 fn claim_lock_key(claim: ClaimId) -> i64 {
     let mut key = [0; 8];
     key.copy_from_slice(&claim.to_bytes()[..8]);

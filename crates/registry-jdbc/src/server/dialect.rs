@@ -60,7 +60,7 @@ pub(crate) trait ServerErrors {
 
     /// Returns whether a query for holders failed because the server does not have the named locks
     /// that identify the connection of a row's holder.
-    fn is_missing_holder_locks(_error: &BackendError) -> bool {
+    fn is_missing_named_locks(_error: &BackendError) -> bool {
         false
     }
 }

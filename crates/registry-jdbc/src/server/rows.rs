@@ -22,6 +22,7 @@ use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, 
 pub(crate) struct RowStatements {
     pub(crate) meta: StatementText,
     pub(crate) acquire: StatementText,
+    /// As `acquire`, for a row that this process has recently released.
     pub(crate) reacquire: StatementText,
     pub(crate) current_grant: StatementText,
     pub(crate) holders: HolderStatements,
@@ -128,7 +129,7 @@ impl<D: Dialect> LeaseTable<D> {
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key between the statements.
-    async fn acquire(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
+    async fn acquire(&self, claim: &Claim, wakeup_position: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.id_value(claim.key());
         let [token_block, label, lease] =
             [Value::token_block(claim), Value::label(claim), Value::lease(claim)];
@@ -141,8 +142,8 @@ impl<D: Dialect> LeaseTable<D> {
             Statement::new(&self.statements().acquire, values)
         };
         let statement = statement.with_at_most_one_row();
-        // Only the engine retries: the server could execute a delayed first request after the
-        // release of a second, granted request.
+        // Never resent here; only the engine retries. Otherwise, the server could execute the first
+        // request late, after the second one was granted and released.
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         if let Some(token) = D::granted_token(&answer)? {
@@ -150,7 +151,7 @@ impl<D: Dialect> LeaseTable<D> {
             return Ok(Some(Attempt::Granted(grant)));
         }
         // The holder may be this claim itself, if the answer to an earlier attempt was lost.
-        self.attempt_from_current_row(claim, position).await.map_err(BackendError::as_unknown)
+        self.attempt_from_current_row(claim, wakeup_position).await.map_err(BackendError::as_unknown)
     }
 
     /// Returns the result of an attempt of `claim` on a row that is probably held. Returns `None`
@@ -158,24 +159,25 @@ impl<D: Dialect> LeaseTable<D> {
     pub(crate) async fn attempt_from_current_row(
         &self,
         claim: &Claim,
-        position: u64,
+        wakeup_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let rows = self.current_grant(claim.key(), ConnectionUse::Acquire).await?;
         let Some(row) = rows.first() else { return Ok(None) };
         let holder_id = bytes::<D>(row, 0)?;
         if holder_id.as_deref() == Some(&RECORD_MARKER) {
-            return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
+            return Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some);
         }
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
         let is_own = holder_id.as_deref() == Some(&claim.id().to_bytes());
         let version =
-            self.wakeups.busy_version(position, fencing_token::<D>(number::<D>(row, 1)?)?);
+            self.wakeups.busy_version(wakeup_position, fencing_token::<D>(number::<D>(row, 1)?)?);
         match attempt_from_existing_grant::<D>(claim, is_own, holder, version)? {
             Attempt::Busy(_) if claim.joins_queue() => {
-                Box::pin(self.attempt_on_record(claim, position)).await.map(Some)
+                Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some)
             }
-            // A busy response from a record has no wake check, because the expiry of an entry in a
-            // record sends no notification. So the engine polls at its usual interval.
+            // A wake check lets the engine poll less often. A busy response from a record has none:
+            // the expiry of an entry sends no notification, so the engine must poll at its usual
+            // interval.
             Attempt::Busy(busy) => Ok(Some(Attempt::Busy(match self.wakeups.wake_check() {
                 Some(check) => busy.with_wake_check(check),
                 None => busy,
@@ -188,7 +190,7 @@ impl<D: Dialect> LeaseTable<D> {
     async fn attempt_once(
         &self,
         claim: &Claim,
-        position: u64,
+        wakeup_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let row = self.row_id(claim.key());
         let is_exclusive = is_exclusive_grant(claim);
@@ -196,19 +198,19 @@ impl<D: Dialect> LeaseTable<D> {
             if let Some(grant) = Box::pin(self.reacquire_single_claim(claim)).await? {
                 return Ok(Some(Attempt::Granted(grant)));
             }
-            let attempt = Box::pin(self.attempt_on_record(claim, position)).await;
+            let attempt = Box::pin(self.attempt_on_record(claim, wakeup_position)).await;
             return attempt.map(Some).map_err(BackendError::as_unknown);
         }
         if !is_exclusive || self.rows_with_records.remove(row) {
             // Boxed, because the future is large, and most attempts need no record.
-            return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
+            return Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some);
         }
         if self.rows_waited_without_wakeup.remove(row)
-            && let Some(attempt) = self.attempt_from_current_row(claim, position).await?
+            && let Some(attempt) = self.attempt_from_current_row(claim, wakeup_position).await?
         {
             return Ok(Some(attempt));
         }
-        self.acquire(claim, position).await
+        self.acquire(claim, wakeup_position).await
     }
 
     /// Returns claim, token, label and times of the key's grant.
@@ -245,7 +247,7 @@ impl<D: Dialect> LeaseTable<D> {
         let value = key.map_or_else(|| self.namespace_value(), |key| self.id_value(key));
         let RowStatements { holders, lease_holders_only, .. } = self.statements();
         match (self.store.query(holders.select(key), [value.clone()]).await, lease_holders_only) {
-            (Err(error), Some(lease_holders)) if D::is_missing_holder_locks(&error) => {
+            (Err(error), Some(lease_holders)) if D::is_missing_named_locks(&error) => {
                 self.store.query(lease_holders.select(key), [value]).await
             }
             (rows, _) => rows,
@@ -268,10 +270,10 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         &self.store.settings().namespace
     }
 
-    async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
-        match self.attempt_once(claim, position).await {
+    async fn attempt(&self, claim: &Claim, wakeup_position: u64) -> Result<Option<Attempt>, BackendError> {
+        match self.attempt_once(claim, wakeup_position).await {
             Err(error) if D::is_row_lock_error(&error) => {
-                D::attempt_on_locked_row(self, claim, position, error).await
+                D::attempt_on_locked_row(self, claim, wakeup_position, error).await
             }
             attempt => attempt,
         }

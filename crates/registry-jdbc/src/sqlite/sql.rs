@@ -3,8 +3,8 @@
 //! transaction.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Statements that grant, renew, fence, purge, or write a record or a value also check the boot in
-//! the meta row. After a process of another boot has stored its boot id, this process must not
+//! Statements that grant, renew, fence, purge locks, or write a record or a value also check the boot
+//! in the meta row. After a process of another boot has stored its boot id, this process must not
 //! grant or renew.
 //!
 //! The claim `x'2b'` is [`RECORD_MARKER`](super::records::RECORD_MARKER): the row contains the
@@ -33,7 +33,7 @@ pub(super) const SAVE_BOOT: &str =
 
 /// Grants the key with the given token, if no claim holds the key, not even the given claim.
 ///
-/// Also changes no row in two other cases:
+/// Otherwise it changes no row. It also changes no row if:
 /// - The token is not above all earlier tokens of the key: the wall clock was set back, or the last
 ///   grant was microseconds ago.
 /// - The meta row has another boot. The subquery is then NULL, and IGNORE skips the row.
@@ -99,8 +99,8 @@ pub(super) const READ_ROW: &str = "\
     WHERE meta.id = 1";
 
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
-/// returned it. The statement compares claim, token, label and `until`. A renewal of an exclusive
-/// grant changes only `until`.
+/// returned it. The statement compares claim, token and label, and also `until`, because a renewal
+/// of an exclusive grant changes nothing else.
 ///
 /// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
 /// token, old label, old `until`.
@@ -171,8 +171,8 @@ macro_rules! has_grant {
 }
 
 /// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
-/// token. In the row of several claims, this is the claim's entry; the positions are those of
-/// [`LockRecord::to_text`](registry_core::LockRecord::to_text).
+/// token. If the row contains a record, claim and token are those of the claim's entry in it; the
+/// positions in the text are those of [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
 /// The assignment changes nothing, but counts as a write. Until the transaction ends, no other
 /// connection can write, so no other claim can be granted the key.
