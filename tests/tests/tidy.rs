@@ -465,6 +465,38 @@ fn the_architecture_page_and_its_glossary_stay_small() {
     assert!(entries <= GLOSSARY_MAX, "{entries} entries, more than {GLOSSARY_MAX}");
 }
 
+/// Readers search the code for the functions that these pages name, such as `Type::function`.
+#[test]
+fn every_function_that_the_pages_for_developers_name_exists() {
+    let sources: Vec<String> = files()
+        .iter()
+        .filter(|file| relative(file).ends_with(".rs"))
+        .map(|file| read(file))
+        .collect();
+    let mut missing = Vec::new();
+    for page in ["ARCHITECTURE.md", "CONTRIBUTING.md"] {
+        for name in read(&root().join(page)).split('`').skip(1).step_by(2) {
+            let Some((path, function)) = name.rsplit_once("::") else { continue };
+            let is_function =
+                function.chars().all(|c| c.is_ascii_lowercase() || "_0123456789".contains(c));
+            let owner = path.rsplit("::").next().unwrap_or(path);
+            if !is_function || !owner.starts_with(|c: char| c.is_ascii_uppercase()) {
+                continue;
+            }
+            let definition = format!("fn {function}");
+            let field = format!("{function}:");
+            let exists = sources.iter().any(|source| {
+                has_word(source, owner)
+                    && (has_word(source, &definition) || source.contains(&field))
+            });
+            if !exists {
+                missing.push(format!("{page}: {name}"));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "no such functions:\n{}", missing.join("\n"));
+}
+
 #[test]
 fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
     // Split, so that this file does not contain the names either.

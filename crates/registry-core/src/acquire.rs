@@ -178,7 +178,8 @@ async fn try_acquire_all_unobserved(
 
     // 2. Send the claims to the store.
     for (pending, (_, acquisition)) in pending.iter_mut().zip(&acquisitions) {
-        // The deadline has passed, so this call only cancels the pause.
+        // A batch does not wait for the fairness pause before a first attempt. The deadline has
+        // passed, so this call only cancels that pause.
         _ = pending.contention().and_then(|contention| acquisition.pause_end_or_skip(contention));
     }
     if engine.is_closing() {
@@ -222,8 +223,9 @@ async fn try_acquire_all_unobserved(
         }
     }
     if has_withheld {
-        // Only one key was busy. If its attempt was abandoned, the retry may have acquired it
-        // since. The caller must then wait for this key and retry the others.
+        // The store named one busy key and withheld the others. If this caller's attempt for that
+        // key was abandoned, its retry may have acquired the key since. The key is still reported
+        // as busy, so that the caller starts again with it.
         busy = busy.or(retried);
     }
     if has_withheld && busy.is_none() {
@@ -616,7 +618,8 @@ impl Acquisition<'_> {
     ) -> Result<PendingClaim, AcquireFailure> {
         let token = busy.holder.as_ref().and_then(|holder| holder.token);
         // A new holder restarts the growth of the interval between polls. In a store with a queue
-        // it does not, because a release wakes only the first claim.
+        // it does not: a new holder is only the next claim of the queue, and the turn of the other
+        // waiters is hardly nearer.
         if token != wait_state.last_token && !self.engine.capabilities.fair {
             wait_state.holder_changed_at = Moment::now();
         }
@@ -689,8 +692,9 @@ pub(crate) async fn wait_for_attempt(
     if busy.is_queued && !engine.capabilities.fair {
         latest_attempt_at = latest_attempt_at.min(now.after(claim.lease() / 3));
     }
-    // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
-    // has about doubled, so a lost wake-up about doubles the wait at most.
+    // A wake-up can be lost although the store confirmed that it would send it. A poll is therefore
+    // due when the wait for this holder is about twice as long as now. A lost wake-up thus at most
+    // about doubles the wait.
     let recheck_at = now
         .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
         .min(latest_attempt_at);
@@ -807,7 +811,8 @@ impl WakeRateLimiter {
             self.wake_ups_left = wake_ups_left;
             return Duration::ZERO;
         }
-        // This wake-up uses the one that the pause would add.
+        // The pause would add one wake-up. This wake-up uses it, so the next refill begins after
+        // the pause.
         self.refilled_at = now.after(WAKE_INTERVAL_MIN);
         WAKE_INTERVAL_MIN
     }
@@ -822,8 +827,9 @@ fn jittered(pause: Duration) -> Duration {
 /// The time between the end of the holder's lease and the attempt that follows it.
 const DELAY_AFTER_LEASE_END: Duration = Duration::from_millis(1);
 
-/// The longest time, before [`jittered`], until a waiter whose wake-ups are confirmed polls. With
-/// 30 s, the default lease, 2,000 waiters send fewer than 100 requests per second.
+/// The longest interval between the polls of a waiter whose wake-ups the store confirms.
+/// [`jittered`] lengthens it. With 30 s, the default lease, 2,000 waiters send fewer than 100
+/// requests per second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
 /// The maximum number of consecutive wake-ups that are each followed by an attempt at once.

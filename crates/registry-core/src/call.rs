@@ -87,8 +87,9 @@ impl<T: Send + 'static> Call<T> {
         }
     }
 
-    /// Creates a call that was not ready at its [first poll](first_poll). The caller must poll the
-    /// call again within the same poll of its task.
+    /// Creates a call from a future that has just returned `Pending` to [`first_poll`]. The first
+    /// poll of this call does not poll the future again. It must come within the same poll of the
+    /// task: a later one would lose a wake-up.
     pub(crate) fn after_first_poll(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
         let mut call = Self::new(background, future);
         call.skips_next_poll = true;

@@ -349,9 +349,9 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns `unknown_attempts + 1` if any attempt has an unknown outcome. Returns 0 otherwise,
-    /// because one release suffices.
-    pub(crate) fn possible_grants(&self) -> u32 {
+    /// Returns how many grants [`release_late_grants`](crate::release) has to find after the
+    /// release: `unknown_attempts + 1`, or 0 if no attempt has an unknown outcome.
+    pub(crate) fn grants_to_find(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -440,14 +440,14 @@ impl ActiveGrant {
         };
         drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let possible_grants = self.possible_grants();
-        if reason != LostReason::Gone || possible_grants > 0 {
+        let grants_to_find = self.grants_to_find();
+        if reason != LostReason::Gone || grants_to_find > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
                 permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                possible_grants,
+                grants_to_find,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }

@@ -399,7 +399,7 @@ async fn finish_release(
     background: &BackgroundReleaser,
 ) -> Result<(), LockError> {
     if let Ok(Ok(Release::Freed)) = sent
-        && ending.grant().possible_grants() == 0
+        && ending.grant().grants_to_find() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -543,7 +543,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        possible_grants: grant.possible_grants(),
+        grants_to_find: grant.grants_to_find(),
         in_flight: context.in_flight,
         blocked_error_sender: context.blocked_error_sender,
     })

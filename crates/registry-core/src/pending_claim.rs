@@ -247,7 +247,7 @@ impl PendingClaim {
             let engine = Arc::clone(permit.local_lock().engine());
             let fresh_claim = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
-                possible_grants: self.unknown_attempts + 1,
+                grants_to_find: self.unknown_attempts + 1,
                 ..PendingRelease::new(engine, claim)
             });
             Box::new(Self::new(permit, fresh_claim, options))
@@ -291,14 +291,14 @@ impl PendingClaim {
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                possible_grants: unknown_attempts,
+                grants_to_find: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                possible_grants: unknown_attempts,
+                grants_to_find: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             });
         }
@@ -394,18 +394,18 @@ async fn finish_and_release(
         // Without a queue entry and without earlier attempts with an unknown outcome, the store has
         // nothing to release.
         Ok(Attempt::Busy(busy))
-            if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
+            if pending_release.grants_to_find == 0 && !queued && !busy.is_queued =>
         {
             return;
         }
-        Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
+        Err(error) if error.refused() && pending_release.grants_to_find == 0 && !queued => return,
         // Each earlier attempt with an unknown outcome may cause another grant after the release
         // of this grant.
-        Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
-            pending_release.possible_grants += 1
+        Ok(Attempt::Granted(_)) if pending_release.grants_to_find > 0 => {
+            pending_release.grants_to_find += 1
         }
         Ok(_) => {}
-        Err(_) => pending_release.possible_grants += 1,
+        Err(_) => pending_release.grants_to_find += 1,
     }
     release_claim(pending_release).await;
 }

@@ -36,7 +36,7 @@ pub(crate) struct PendingRelease {
     /// If an attempt has an unknown outcome: the maximum number of grants of this claim. The number
     /// includes grants of attempts that have not reached the store yet. Each grant needs its own
     /// release. 0 if all outcomes are known: no further release follows the first response.
-    pub(crate) possible_grants: u32,
+    pub(crate) grants_to_find: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
@@ -45,14 +45,14 @@ pub(crate) struct PendingRelease {
 
 impl PendingRelease {
     /// Creates the release of a claim without a local permit. Assumes that all attempts of the
-    /// claim have a known outcome; otherwise, the caller sets `possible_grants`.
+    /// claim have a known outcome; otherwise, the caller sets `grants_to_find`.
     pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
         Self {
             lease: claim.lease(),
             engine,
             claim,
             permit: None,
-            possible_grants: 0,
+            grants_to_find: 0,
             in_flight: None,
             blocked_error_sender: None,
         }
@@ -91,7 +91,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.possible_grants > freed {
+    if pending.grants_to_find > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(release_late_grants(pending, freed)));
     }
@@ -140,13 +140,13 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// all `possible_grants` are released, when the lease is over, or when the limit of `close` is
+/// all `grants_to_find` are released, when the lease is over, or when the limit of `close` is
 /// reached.
 async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.possible_grants && Moment::now() < until {
+    while freed < pending.grants_to_find && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;

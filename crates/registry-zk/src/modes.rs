@@ -1,11 +1,12 @@
 //! Determines which nodes of a queue block a claim, and which hold the lock, by the rules of
-//! [`registry_core::queue_position`]. `recipe`, `conversion` and `inspect` call this module.
+//! [`registry_core::queue_position`]. `recipe`, `conversion`, `semaphore` and `inspect` call this
+//! module.
 //!
 //! The name of a node states the mode in which its claim was enqueued. Only exclusive and
 //! upgradable claims are converted. A reader therefore also reads the data of the nearest such node
-//! before its own. The list of the nodes may be older than this data. That is safe: an upgrade is a
-//! transaction that deletes the upgrade request. Either the list contains this request, or the
-//! upgrade waits for the reader.
+//! before its own. The list of the nodes may be older than this data. An upgrade between the two
+//! reads does no harm. Either its request is in the list, and blocks the reader, or the request was
+//! created after the reader's node, and the upgrade waits for the reader.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -43,7 +44,7 @@ pub(crate) enum Blockers {
 pub(crate) struct Blocker {
     /// The position in the queue.
     index: usize,
-    /// `None` if the name of the node sufficed for the decision.
+    /// `None` if the node was not read in this attempt.
     node: Option<ReadNode>,
 }
 
@@ -94,8 +95,8 @@ pub(crate) async fn find_blockers(
         if !is_reader || !is_convertible(name) || is_unchanged {
             return Ok(Blockers::unread([nearest]));
         }
-        // An upgradable claim rarely blocks a reader, so `watch_blockers` watches the claim only if
-        // it does.
+        // An upgradable claim rarely blocks a reader, so this read sets no watch. If the claim does
+        // block, `watch_blockers` sets the watch.
         let is_watched =
             is_waiting && (parse_queued_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
         let Some(node) = read_node(session, dir, name, is_watched).await? else {
@@ -157,18 +158,18 @@ pub(crate) async fn find_missing_on_majority(
 ) -> Result<Option<String>, BackendError> {
     for Blocker { index, .. } in blockers.iter().take(MAJORITY_CHECKS_MAX) {
         let (name, path) = (&before[*index], format!("{dir}/{}", before[*index]));
-        let queue = match (index, mode) {
+        let cache_key = match (index, mode) {
             (0, _) => dir,
             (_, ClaimMode::Exclusive) => continue,
             _ => &path,
         };
-        if !lock(session.head_cache()).needs_majority_check(queue, name, session.timeout()) {
+        if !lock(session.head_cache()).needs_majority_check(cache_key, name, session.timeout()) {
             continue;
         }
         if !session.exists_on_majority(&path).await.map_err(BackendError::as_unknown)? {
             return Ok(Some(name.clone()));
         }
-        lock(session.head_cache()).record_majority_check(queue);
+        lock(session.head_cache()).record_majority_check(cache_key);
     }
     Ok(None)
 }

@@ -216,7 +216,7 @@ async fn settle_node(
     Ok(())
 }
 
-/// Watches the blockers of a claim that keeps its queue entry, and deletes the nodes of any other.
+/// If the claim keeps its queue entry, watches its blockers. Otherwise deletes its nodes.
 async fn wait_or_withdraw(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -720,7 +720,8 @@ async fn release_abandoned_claim(
     }
 }
 
-/// The maximum number of attempts per call while the queue changes between two reads.
+/// The maximum number of steps of one attempt. A step is repeated if the queue changes between two
+/// reads, the connection breaks, or a node is missing.
 const TRIES_MAX: u32 = 8;
 
 /// A waiter lists the whole queue after this multiple of the session time-out, at most

@@ -96,7 +96,8 @@ pub async fn a_holder_writes_while_others_wait(context: &TestContext) {
     assert_freed(&*client, &claim).await;
 }
 
-/// A holder whose lease has ended writes nothing, whether or not another claim was granted since.
+/// A holder whose lease has ended writes nothing, neither while the next claim holds the key nor
+/// after its release.
 pub async fn an_expired_holder_does_not_write_the_value(context: &TestContext) {
     let client = context.client().await;
     let expiring = Claim::new(key("orders:42"), context.short_lease());
@@ -121,7 +122,7 @@ pub async fn a_holder_of_a_broken_lock_does_not_write_the_value(context: &TestCo
     assert_eq!(read(&*client, "orders:42").await, None);
 }
 
-/// A write does not replace a value with a larger token. Such a write is late: it belongs to a hold
+/// A write does not replace a value whose token is larger. Such a write is late: it belongs to a hold
 /// before a hand-over of the claim.
 pub async fn a_late_write_does_not_replace_a_newer_value(context: &TestContext) {
     let client = context.client().await;

@@ -20,7 +20,7 @@ use crate::server::{
     RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
-/// Sends the statements of one lock's session.
+/// Sends the statements of the sessions. Each session holds the row of one lock.
 pub(crate) struct MySqlRowProtocol {
     rows: Arc<MySqlLeaseTable>,
     connections: RowLockConnections<MySqlConnection>,
