@@ -86,7 +86,7 @@ impl Arguments {
             return fail(format!("`{{{text}}}` names no argument; {}", self.describe()));
         }
         let unsupported = format!(
-            "`{{{text}}}` is not an argument, or a field or method of one; for other values, write `key = EXPRESSION`"
+            "`{{{text}}}` is not an argument, or a field, method or index of one; for other values, write `key = EXPRESSION`"
         );
         let tokens: syn::Result<TokenStream> = text.parse().map_err(Into::into);
         let Ok(value) = tokens.and_then(|tokens| syn::parse2(with_span(span, tokens))) else {

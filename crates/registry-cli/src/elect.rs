@@ -104,7 +104,7 @@ impl Candidate<'_> {
                     return Ok(exit::status_of_signal(signal as i32));
                 }
             };
-            let (guard, vacancy) = match won {
+            let (guard, vacant_record) = match won {
                 Ok(won) => won,
                 Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
                     self.report_failure(&error);
@@ -128,7 +128,7 @@ impl Candidate<'_> {
             let (guard, grace) = (HeldLock::single(guard), self.grace.min(margin));
             let locked = LockedRun::new(guard, has_fencing, self.program, grace, self.output)
                 .with_margin(margin)
-                .with_recording(Recording::Vacancy(vacancy));
+                .with_recording(Recording::VacantRole(vacant_record));
             match locked.run(observer, signals).await {
                 Ok(RunEnd::Exited(status)) => return Ok(status),
                 Ok(RunEnd::Lost { is_end_requested: true }) => return Ok(exit::LOST),

@@ -20,10 +20,10 @@ use tokio::time::sleep;
 
 use crate::context::{admin, values};
 
-mod plan;
+mod injector;
 
-use plan::{CallFaults, FaultInjector};
-pub use plan::{Fault, Faults, Operation};
+use injector::{CallFaults, FaultInjector};
+pub use injector::{Fault, Faults, Operation};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///

@@ -278,7 +278,7 @@ impl InvalidOption {
 
     pub(crate) fn units(take: u32, of: u32) -> Self {
         let problem = format!(
-            "is not between 1 and the {of} units of the semaphore; take at least one, or add units"
+            "is not between 1 and the {of} units of the semaphore; take a number in this range, or add units"
         );
         Self { option: "take", given: take.to_string(), problem: problem.into() }
     }

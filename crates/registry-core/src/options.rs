@@ -156,7 +156,7 @@ impl Defaults {
     pub(crate) const LEASE: Duration = Duration::from_secs(30);
     pub(crate) const POLL: Duration = Duration::from_millis(250);
     pub(crate) const HAND_OVER_LIMITS: HandOverLimits =
-        HandOverLimits { max: 64, max_after_short_hold: 32 };
+        HandOverLimits { max: 64, max_after_long_hold: 32 };
     pub(crate) const OPERATION_TIMEOUT: Duration = Duration::from_secs(3);
 }
 
@@ -169,13 +169,13 @@ pub(crate) struct HandOverLimits {
     /// The maximum for a claim that has been held for longer. Smaller than `max`: the longer the
     /// work, the longer other processes wait, and the smaller is the relative cost of a request to
     /// the store.
-    max_after_short_hold: u32,
+    max_after_long_hold: u32,
 }
 
 impl HandOverLimits {
     /// Returns limits with the same number before and after [`SHORT_HOLD`](Self::SHORT_HOLD).
     pub(crate) fn uniform(max: u32) -> Self {
-        Self { max, max_after_short_hold: max }
+        Self { max, max_after_long_hold: max }
     }
 
     /// Returns whether another hand-over is allowed, after `hand_overs` hand-overs and `held_for`
@@ -186,7 +186,7 @@ impl HandOverLimits {
         held_for: Duration,
         contended: bool,
     ) -> bool {
-        let max = if held_for < Self::SHORT_HOLD { self.max } else { self.max_after_short_hold };
+        let max = if held_for < Self::SHORT_HOLD { self.max } else { self.max_after_long_hold };
         // Each hand-over uses a token. Some stores take tokens from their clock, one per
         // microsecond. The tokens must not get ahead of this clock.
         let is_behind_clock =

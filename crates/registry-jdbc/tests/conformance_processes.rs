@@ -1,7 +1,7 @@
 //! The conformance suite over a SQLite file, across processes. Every second client runs in another
 //! process, and so does a holder that is suspended and killed.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 mod stores;
 

@@ -1,7 +1,7 @@
 //! Locks in a SQLite file that also contains the application's tables. A fenced transaction commits
 //! only if no other client was granted the lock since. Waiters undo no renewal.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Opening an unusable SQLite file returns an error with the cause and a remedy. Many processes can
 //! open a usable file at once.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

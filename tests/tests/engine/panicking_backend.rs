@@ -1,5 +1,5 @@
 //! An in-process store that panics once, in a chosen method.
-#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 #![deny(clippy::missing_trait_methods)]
 
 use std::sync::Mutex;

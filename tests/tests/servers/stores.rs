@@ -27,12 +27,12 @@ pub(crate) struct Store {
 #[async_trait]
 trait StoreServer: Send + Sync {
     /// Kills the server and starts it again with its data.
-    async fn restart(&mut self) -> io::Result<()>;
+    async fn restart_server(&mut self) -> io::Result<()>;
 }
 
 #[async_trait]
 impl<S: ServerDescription> StoreServer for ManagedServer<S> {
-    async fn restart(&mut self) -> io::Result<()> {
+    async fn restart_server(&mut self) -> io::Result<()> {
         self.restart().await
     }
 }
@@ -40,7 +40,7 @@ impl<S: ServerDescription> StoreServer for ManagedServer<S> {
 /// The folder of a SQLite file, which has no server to restart.
 #[async_trait]
 impl StoreServer for tempfile::TempDir {
-    async fn restart(&mut self) -> io::Result<()> {
+    async fn restart_server(&mut self) -> io::Result<()> {
         Ok(())
     }
 }
@@ -91,7 +91,7 @@ impl Store {
     }
 
     pub(crate) async fn restart(&mut self) {
-        self.server.restart().await.unwrap();
+        self.server.restart_server().await.unwrap();
     }
 }
 

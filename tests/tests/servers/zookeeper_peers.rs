@@ -529,6 +529,8 @@ async fn try_once(server: &ZooKeeperServer, program: Program) -> bool {
 // ---- Servers and programs.
 
 async fn server() -> ZooKeeperServer {
+    // Before any lock is held: on a loaded machine, compiling can take as long as a lease.
+    tokio::task::spawn_blocking(compile_curator_peer).await.unwrap().unwrap();
     // No server is restarted here.
     ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap()
 }
@@ -585,11 +587,12 @@ fn peer(
 /// The class path of Curator. The manifest of `curator-recipes.jar` names its dependencies.
 const CURATOR_CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
 
-/// Compiles `source` once for all test processes, and returns the folder of the classes. Compiling
-/// takes longer than most uses of the program.
-fn compile_curator_peer(source: &Path) -> io::Result<PathBuf> {
+/// Compiles `peers/Curator.java` once for all test processes, and returns the folder of the classes.
+/// Compiling takes longer than most uses of the program.
+fn compile_curator_peer() -> io::Result<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/Curator.java");
     let mut hasher = DefaultHasher::new();
-    fs::read(source)?.hash(&mut hasher);
+    fs::read(&source)?.hash(&mut hasher);
     let parent = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let classes = parent.join(format!("curator-{:016x}", hasher.finish()));
     if !classes.is_dir() {
@@ -599,8 +602,11 @@ fn compile_curator_peer(source: &Path) -> io::Result<PathBuf> {
         javac.args(["-cp", CURATOR_CLASSES, "-d"]).arg(incomplete.path().join("classes"));
         let output = javac.arg(source).output()?;
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        // Fails if another process has already published the classes.
-        _ = fs::rename(incomplete.path().join("classes"), &classes);
+        let renamed = fs::rename(incomplete.path().join("classes"), &classes);
+        // Another process may have published the classes first.
+        if !classes.is_dir() {
+            renamed?;
+        }
     }
     Ok(classes)
 }
@@ -614,7 +620,7 @@ fn peer_command(program: Program, url: &str, session_ms: u32) -> Command {
             let mut command = Command::new("java");
             // The process is short-lived and is started often.
             command.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]);
-            let classes = compile_curator_peer(&peers.join("Curator.java")).unwrap();
+            let classes = compile_curator_peer().unwrap();
             command.arg("-cp").arg(format!("{CURATOR_CLASSES}:{}", classes.display()));
             command.arg("Curator");
             command.args(["--url", url, "--path", PATH, "--session-ms", &session_ms]);

@@ -44,7 +44,7 @@ pub(crate) enum Recording {
     /// That the tick is done.
     Tick { ticks: Ticks, tick: Tick, counts_failures: bool },
     /// That the role has no leader.
-    Vacancy(VacantRecord),
+    VacantRole(VacantRecord),
 }
 
 impl OnceCommand {
@@ -113,7 +113,7 @@ impl Recording {
     pub(crate) fn tick(&self) -> Option<String> {
         match self {
             Self::Tick { tick, .. } => Some(tick.to_string()),
-            Self::Vacancy(_) => None,
+            Self::VacantRole(_) => None,
         }
     }
 
@@ -125,7 +125,7 @@ impl Recording {
             // `lockreg` runs only this tick, so it does not need the other ticks of the clone.
             Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
             // An error is ignored: observers also detect the vacancy by the missing holder.
-            Self::Vacancy(vacant_record) => {
+            Self::VacantRole(vacant_record) => {
                 _ = guard.set_value(vacant_record.to_bytes()).await;
                 Ok(())
             }

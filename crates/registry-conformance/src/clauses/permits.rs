@@ -460,13 +460,13 @@ pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     let held = semaphore(&local, 3).acquire().await.expect("a unit is free");
     for registry in [&local, &remote] {
         let other = semaphore(registry, 5);
-        assert_other_units(other.try_acquire().await, 5, 3);
+        assert_units_mismatch(other.try_acquire().await, 5, 3);
         let waited = timeout(context.max_wait(), other.acquire()).await;
-        assert_other_units(waited.expect("it does not wait"), 5, 3);
+        assert_units_mismatch(waited.expect("it does not wait"), 5, 3);
     }
     unlock(held).await;
     let other = semaphore(&remote, 5).acquire_many(5).await.expect("five units are free");
-    assert_other_units(semaphore(&local, 3).try_acquire().await, 3, 5);
+    assert_units_mismatch(semaphore(&local, 3).try_acquire().await, 3, 5);
     unlock(other).await;
 }
 
@@ -754,7 +754,7 @@ fn assert_invalid<T: std::fmt::Debug>(result: Result<T, LockError>) {
     assert!(matches!(result, Err(LockError::InvalidOption(_))), "{result:?}");
 }
 
-fn assert_other_units<T: std::fmt::Debug>(result: Result<T, LockError>, ours: u32, theirs: u32) {
+fn assert_units_mismatch<T: std::fmt::Debug>(result: Result<T, LockError>, ours: u32, theirs: u32) {
     match result {
         Err(LockError::UnitsMismatch { key, stated, held, .. }) => {
             assert_eq!((key.as_str(), stated, held), ("orders:42", ours, theirs));

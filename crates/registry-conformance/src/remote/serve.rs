@@ -38,8 +38,14 @@ pub async fn serve(backend: Arc<dyn LockBackend>) {
     })
     .await;
     if let Some(number) = close {
-        // A cancelled request is no error.
-        while tasks.join_next().await.is_some() {}
+        while let Some(ended) = tasks.join_next().await {
+            // A cancelled request is no error.
+            if let Err(error) = ended
+                && error.is_panic()
+            {
+                std::panic::resume_unwind(error.into_panic());
+            }
+        }
         backend.close().await;
         print_line(&Reply::<BackendError> { reply_to: number, result: Ok(Value::Null) });
     }

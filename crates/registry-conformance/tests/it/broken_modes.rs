@@ -158,11 +158,11 @@ bugs! {
         "permits::concurrent_takers_never_exceed_the_units",
         "permits::a_process_holds_several_permits",
     ];
-    other_units_without_a_report_are_found: OtherUnitsArePlainlyBusy => [
+    a_units_mismatch_that_is_busy_is_found: UnitsMismatchIsBusy => [
         "permits::another_number_of_units_is_reported_while_permits_are_held",
         "permits::another_number_of_units_is_an_error",
     ];
-    other_units_that_are_accepted_are_found: OtherUnitsAreAccepted => [
+    a_units_mismatch_that_is_accepted_is_found: UnitsMismatchIsAccepted => [
         "permits::another_number_of_units_is_reported_while_permits_are_held",
         "permits::another_number_of_units_is_an_error",
     ];

@@ -51,8 +51,8 @@ pub(crate) enum ModeBug {
     LateConversionWeakens,
     UnitsAreNotSummed,
     UnitsOffByOne,
-    OtherUnitsArePlainlyBusy,
-    OtherUnitsAreAccepted,
+    UnitsMismatchIsBusy,
+    UnitsMismatchIsAccepted,
     RepeatedAttemptsMoveBack,
     SkippingClaimsOvertake,
     PermitsOvertake,
@@ -135,7 +135,7 @@ impl ModesBackend {
             (ModeBug::UnitsOffByOne, ClaimMode::Permits { take, of }) => {
                 claim.with_mode(ClaimMode::Permits { take, of: of + 1 })
             }
-            (ModeBug::OtherUnitsAreAccepted, ClaimMode::Permits { take, of }) => {
+            (ModeBug::UnitsMismatchIsAccepted, ClaimMode::Permits { take, of }) => {
                 claim.with_mode(ClaimMode::Permits { take, of: units_in_store.unwrap_or(of) })
             }
             (ModeBug::LateConversionWeakens, mode) if claim.is_conversion() => {
@@ -234,7 +234,7 @@ impl ModesBackend {
                     .with_mode(claim.mode());
                 return self.acquire(record, &fresh);
             }
-            Attempt::Busy(busy) if self.has(ModeBug::OtherUnitsArePlainlyBusy) => {
+            Attempt::Busy(busy) if self.has(ModeBug::UnitsMismatchIsBusy) => {
                 busy.units_in_store = None;
             }
             Attempt::Granted(grant) if self.has(ModeBug::ConversionKeepsLease) => {

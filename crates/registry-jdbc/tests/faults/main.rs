@@ -1,7 +1,7 @@
 //! Locks in PostgreSQL and MariaDB under faults: clients compete for locks, their events are
 //! recorded, and the checkers of the testkit evaluate them. Needs PostgreSQL and MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 #![expect(clippy::print_stdout, reason = "measurements for the developer")]
 
 /// Generates two tests of each promise, one for each server.

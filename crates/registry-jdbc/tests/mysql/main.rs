@@ -1,6 +1,6 @@
 //! The MariaDB and MySQL store on real servers. Needs MariaDB.
 #![cfg(all(feature = "mysql", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 #[path = "../servers/mod.rs"]
 mod servers;

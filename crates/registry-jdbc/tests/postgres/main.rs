@@ -1,6 +1,6 @@
 //! The PostgreSQL store on real servers. Needs PostgreSQL and PgBouncer.
 #![cfg(all(feature = "postgres", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 #[path = "../servers/mod.rs"]
 mod servers;

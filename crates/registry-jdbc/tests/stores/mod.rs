@@ -1,5 +1,5 @@
 //! The SQLite store of the conformance suite: a file in a temporary folder of its own.
-#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::fs;
 use std::path::PathBuf;
