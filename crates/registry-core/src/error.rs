@@ -254,7 +254,8 @@ impl InvalidOption {
     }
 
     pub(crate) fn mode_cannot_write(mode: ClaimMode) -> Self {
-        let problem = "does not allow writing the value; acquire the lock with `lock`, or upgrade it";
+        let problem =
+            "does not allow writing the value; acquire the lock with `lock`, or upgrade it";
         Self { option: "mode", given: mode.name().to_owned(), problem: problem.into() }
     }
 

@@ -309,7 +309,7 @@ impl LockBackend for TinyBackend {
         let mut claims = claims.to_vec();
         match self.bug {
             StoreBug::BatchOutOfOrder => claims.sort_by_key(|claim| Reverse(claim.key().clone())),
-            StoreBug::BatchTruncated => claims.truncate(999),
+            StoreBug::BatchTruncated => claims.truncate(99),
             StoreBug::BatchOfOneLease => {
                 let lease = claims.first().map(Claim::lease);
                 claims = claims.into_iter().map(|claim| claim.with_lease(lease.unwrap())).collect();

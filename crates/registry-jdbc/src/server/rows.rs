@@ -129,7 +129,11 @@ impl<D: Dialect> LeaseTable<D> {
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key between the statements.
-    async fn acquire(&self, claim: &Claim, wakeup_position: u64) -> Result<Option<Attempt>, BackendError> {
+    async fn acquire(
+        &self,
+        claim: &Claim,
+        wakeup_position: u64,
+    ) -> Result<Option<Attempt>, BackendError> {
         let id = self.id_value(claim.key());
         let [token_block, label, lease] =
             [Value::token_block(claim), Value::label(claim), Value::lease(claim)];
@@ -151,7 +155,9 @@ impl<D: Dialect> LeaseTable<D> {
             return Ok(Some(Attempt::Granted(grant)));
         }
         // The holder may be this claim itself, if the answer to an earlier attempt was lost.
-        self.attempt_from_current_row(claim, wakeup_position).await.map_err(BackendError::as_unknown)
+        self.attempt_from_current_row(claim, wakeup_position)
+            .await
+            .map_err(BackendError::as_unknown)
     }
 
     /// Returns the result of an attempt of `claim` on a row that is probably held. Returns `None`
@@ -270,7 +276,11 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         &self.store.settings().namespace
     }
 
-    async fn attempt(&self, claim: &Claim, wakeup_position: u64) -> Result<Option<Attempt>, BackendError> {
+    async fn attempt(
+        &self,
+        claim: &Claim,
+        wakeup_position: u64,
+    ) -> Result<Option<Attempt>, BackendError> {
         match self.attempt_once(claim, wakeup_position).await {
             Err(error) if D::is_row_lock_error(&error) => {
                 D::attempt_on_locked_row(self, claim, wakeup_position, error).await
