@@ -557,8 +557,8 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// Creates [`ConfigError::Unknown`]: no `what`, such as an option or a scheme, is named `given`.
-    /// The arguments must contain no secret.
+    /// Creates [`ConfigError::Unknown`]: no `what`, such as an option or a scheme, is named
+    /// `given`. The arguments must contain no secret.
     #[must_use]
     pub fn unknown(
         what: &'static str,

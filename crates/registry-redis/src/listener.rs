@@ -3,8 +3,8 @@
 //! `RedisNode` owns one [`ReleaseListener`].
 //!
 //! A broken connection may lose messages, so every reconnection wakes all waiters. The engine also
-//! polls, so no waiter depends on messages alone. Lock commands never use this connection, because a
-//! push message could be mistaken for the response to a command.
+//! polls, so no waiter depends on messages alone. Lock commands never use this connection, because
+//! a push message could be mistaken for the response to a command.
 
 use std::collections::HashMap;
 use std::fmt;

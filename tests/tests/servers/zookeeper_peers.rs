@@ -587,8 +587,8 @@ fn peer(
 /// The class path of Curator. The manifest of `curator-recipes.jar` names its dependencies.
 const CURATOR_CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
 
-/// Compiles `peers/Curator.java` once for all test processes, and returns the folder of the classes.
-/// Compiling takes longer than most uses of the program.
+/// Compiles `peers/Curator.java` once for all test processes, and returns the folder of the
+/// classes. Compiling takes longer than most uses of the program.
 fn compile_curator_peer() -> io::Result<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/Curator.java");
     let mut hasher = DefaultHasher::new();

@@ -3,9 +3,9 @@
 //! transaction.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Statements that grant, renew, fence, purge locks, or write a record or a value also check the boot
-//! in the meta row. After a process of another boot has stored its boot id, this process must not
-//! grant or renew.
+//! Statements that grant, renew, fence, purge locks, or write a record or a value also check the
+//! boot in the meta row. After a process of another boot has stored its boot id, this process must
+//! not grant or renew.
 //!
 //! The claim `x'2b'` is [`RECORD_MARKER`](super::records::RECORD_MARKER): the row contains the
 //! record of several claims.
