@@ -1,7 +1,5 @@
-//! Shared by the whole-system tests: the simulation of many processes on one store, the critical
-//! sections of real processes, and the generated tables, charts and pictures of the book.
-
-pub mod sim;
+//! Shared by the whole-system tests: the critical sections of real processes, and the generated
+//! tables, charts and pictures of the book.
 
 pub mod sections;
 

@@ -16,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lock_registry_tests::sim::{TrialModes, fault_profile, run};
+use lock_registry_simulation::{TrialModes, fault_profile, run};
 use registry_core::{
     ClaimMode, MemoryBackend, Mutant, QueuedEntry, Registry, UpgradePosition, granted_entries,
     switch_mutant, upgrade_position,

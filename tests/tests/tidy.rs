@@ -15,8 +15,13 @@ const CLIENTS: &[&str] =
     &["sqlx", "redis", "zookeeper-client", "etcd-client", "tonic", "rusqlite", "tokio-postgres"];
 
 /// The unpublished packages: tests, examples and benchmarks.
-const UNPUBLISHED: &[&str] =
-    &["registry-testkit", "lock-registry-examples", "lock-registry-tests", "lock-registry-benches"];
+const UNPUBLISHED: &[&str] = &[
+    "registry-testkit",
+    "lock-registry-examples",
+    "lock-registry-simulation",
+    "lock-registry-tests",
+    "lock-registry-benches",
+];
 
 #[test]
 fn the_engine_depends_on_no_store_and_on_no_other_crate_of_ours() {

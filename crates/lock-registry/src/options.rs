@@ -380,9 +380,11 @@ mod tests {
         feature = "zk",
         feature = "etcd"
     ))]
-    #[test]
-    fn every_option_is_parsed_and_formatted() {
-        for (name, value) in [
+    mod with_all_stores {
+        use super::*;
+
+        /// A value of each option that is not secret.
+        const EXAMPLES: &[(&str, &str)] = &[
             ("namespace", "shop"),
             ("lease", "1m 30s"),
             ("renew", "false"),
@@ -422,10 +424,40 @@ mod tests {
             ("acl", "creator"),
             ("ca", "/etc/locks/ca.pem"),
             ("cert", "client.pem"),
-        ] {
-            let mut options = Options::default();
-            options.set(Origin::Url, name, value).unwrap();
-            assert_eq!(redacted(name, options.get(name).unwrap()), value);
+        ];
+
+        /// The options whose values are secret, or contain secrets.
+        const SECRETS: &[&str] =
+            &["sentinel_user", "sentinel_password", "key", "listen", "acl", "auth"];
+
+        #[test]
+        fn every_option_is_parsed_and_formatted() {
+            for name in names().into_iter().filter(|name| *name != "url") {
+                let has_example = EXAMPLES.iter().any(|(example, _)| *example == name);
+                assert!(has_example || SECRETS.contains(&name), "{name} has no example value");
+            }
+            for &(name, value) in EXAMPLES {
+                let mut options = Options::default();
+                options.set(Origin::Url, name, value).unwrap();
+                assert_eq!(redacted(name, options.get(name).unwrap()), value);
+            }
+        }
+
+        #[test]
+        fn a_secret_option_is_never_shown() {
+            for &name in SECRETS {
+                let mut options = Options::default();
+                options.set(Origin::File, name, "canary").unwrap();
+                assert_eq!(redacted(name, options.get(name).unwrap()), REDACTED);
+                let again = options.set(Origin::File, name, "canary").unwrap_err();
+                let output = format!("{options:?} {options:#?} {again} {again:?}");
+                assert!(!output.contains("canary") && !is_safe_to_show(name, "canary"), "{output}");
+            }
+            for name in ["ca", "cert", "key"] {
+                let error =
+                    Options::default().set(Origin::File, name, "-----BEGIN\ncanary").unwrap_err();
+                assert!(!format!("{error} {error:?}").contains("canary"), "{error}");
+            }
         }
     }
 
@@ -451,31 +483,6 @@ mod tests {
         assert_eq!(unknown(Origin::File, "pol"), ("pol".to_owned(), "poll".to_owned()));
         assert_eq!(unknown(Origin::Url, "x@y z").0, "(not shown)");
         assert!(Options::default().set(Origin::Url, "url", "memory:").is_err());
-    }
-
-    #[cfg(all(
-        feature = "sqlite",
-        feature = "postgres",
-        feature = "mysql",
-        feature = "redis",
-        feature = "zk",
-        feature = "etcd"
-    ))]
-    #[test]
-    fn a_secret_option_is_never_shown() {
-        for name in ["sentinel_user", "sentinel_password", "key", "listen", "acl", "auth"] {
-            let mut options = Options::default();
-            options.set(Origin::File, name, "canary").unwrap();
-            assert_eq!(redacted(name, options.get(name).unwrap()), REDACTED);
-            let again = options.set(Origin::File, name, "canary").unwrap_err();
-            let output = format!("{options:?} {options:#?} {again} {again:?}");
-            assert!(!output.contains("canary") && !is_safe_to_show(name, "canary"), "{output}");
-        }
-        for name in ["ca", "cert", "key"] {
-            let error =
-                Options::default().set(Origin::File, name, "-----BEGIN\ncanary").unwrap_err();
-            assert!(!format!("{error} {error:?}").contains("canary"), "{error}");
-        }
     }
 
     #[test]

@@ -233,7 +233,7 @@ macro_rules! __for_all_clauses {
                 a_dropped_waiting_read_call_leaves_nothing_behind [shared],
                 waiting_readers_acquire_the_lock_after_a_writer [shared],
                 readers_of_one_process_share_one_grant [shared inspect handoff],
-                guards_of_readers_have_increasing_tokens [shared fencing],
+                tokens_of_readers_differ_and_the_next_writer_has_a_larger_one [shared fencing],
                 a_lost_shared_grant_is_reported_to_all_its_readers [shared handoff],
                 a_lost_reader_does_not_affect_readers_of_other_processes [shared],
                 a_forced_release_is_reported_to_all_readers [shared inspect],

@@ -1,7 +1,6 @@
 //! Records when a majority last confirmed the head of each queue in which this session waits, or
-//! when this session first saw the head. A missing entry only delays the next majority check. No
-//! I/O. `modes` calls this module. For a blocking node that is not the head, `modes` passes the
-//! path of this node instead of the path of the queue.
+//! when this session first saw the head. No I/O. `modes` calls this module. For a blocking node
+//! that is not the head, `modes` passes the path of this node instead of the path of the queue.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -26,7 +25,7 @@ struct CachedHead {
 impl HeadCache {
     /// Returns whether the last majority check of the head `name` of the queue at `dir` is older
     /// than `max_age`. Inserts a head that the cache does not contain. Its age starts with the
-    /// insertion.
+    /// insertion. A head that does not fit into the cache needs a check each time.
     pub(crate) fn needs_majority_check(
         &mut self,
         dir: &str,
@@ -35,17 +34,17 @@ impl HeadCache {
     ) -> bool {
         let (queue, name) = (self.hasher.hash_one(dir), self.hasher.hash_one(name));
         let now = Moment::now();
-        if let Some(head) = self.by_queue.get(&queue)
-            && head.name == name
-        {
-            return head.checked_at.after(max_age) <= now;
-        }
-        if self.by_queue.len() >= QUEUES_MAX {
+        let is_cached = match self.by_queue.get(&queue) {
+            Some(head) if head.name == name => return head.checked_at.after(max_age) <= now,
+            cached => cached.is_some(),
+        };
+        if !is_cached && self.by_queue.len() >= QUEUES_MAX {
             self.by_queue.retain(|_, head| head.checked_at.after(max_age * 2) > now);
+            if self.by_queue.len() >= QUEUES_MAX {
+                return true;
+            }
         }
-        if self.by_queue.len() < QUEUES_MAX {
-            self.by_queue.insert(queue, CachedHead { name, checked_at: now });
-        }
+        self.by_queue.insert(queue, CachedHead { name, checked_at: now });
         false
     }
 
@@ -81,15 +80,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_cache_is_limited_and_evicts_stale_heads() {
+    async fn a_full_cache_evicts_stale_heads_and_has_new_ones_checked() {
         let mut head_cache = HeadCache::default();
-        for queue in 0..QUEUES_MAX * 2 {
-            head_cache.needs_majority_check(&queue.to_string(), "a", MAX_AGE);
+        for queue in 0..QUEUES_MAX {
+            assert!(!head_cache.needs_majority_check(&queue.to_string(), "a", MAX_AGE));
         }
+        assert!(head_cache.needs_majority_check("new", "a", MAX_AGE), "it does not fit");
+        assert!(!head_cache.needs_majority_check("1", "b", MAX_AGE), "it replaces another head");
         assert_eq!(head_cache.by_queue.len(), QUEUES_MAX);
         tokio::time::advance(MAX_AGE * 2).await;
         assert!(head_cache.needs_majority_check("0", "a", MAX_AGE));
-        head_cache.needs_majority_check("new", "a", MAX_AGE);
+        assert!(!head_cache.needs_majority_check("new", "a", MAX_AGE));
         assert_eq!(head_cache.by_queue.len(), 1);
     }
 }

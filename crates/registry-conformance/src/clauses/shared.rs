@@ -677,7 +677,7 @@ pub async fn readers_of_one_process_share_one_grant(context: &TestContext) {
 
 /// Guards of readers have different tokens, even if they share a grant. A later writer has a larger
 /// token, and a reader after this writer has a larger one again.
-pub async fn guards_of_readers_have_increasing_tokens(context: &TestContext) {
+pub async fn tokens_of_readers_differ_and_the_next_writer_has_a_larger_one(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let mut seen = HashSet::new();
     let mut max = None;

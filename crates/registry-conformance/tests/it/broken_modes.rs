@@ -68,11 +68,11 @@ bugs! {
     ];
     a_token_of_several_readers_is_found: ReadersShareTokens => [
         "shared::tokens_of_readers_and_writers_increase",
-        "shared::guards_of_readers_have_increasing_tokens",
+        "shared::tokens_of_readers_differ_and_the_next_writer_has_a_larger_one",
     ];
     tokens_without_blocks_are_found: TokensIgnoreBlocks => [
         "shared::tokens_of_readers_and_writers_increase",
-        "shared::guards_of_readers_have_increasing_tokens",
+        "shared::tokens_of_readers_differ_and_the_next_writer_has_a_larger_one",
         "permits::tokens_of_permits_are_unique_and_increase",
         "upgradable::an_upgraded_claim_has_a_larger_token",
     ];

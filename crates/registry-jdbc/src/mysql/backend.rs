@@ -29,7 +29,7 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
-    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows, PURGE_BATCH_ROWS,
+    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableTable, PURGE_BATCH_ROWS,
     QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value,
     WakeupSource,
 };
@@ -117,12 +117,12 @@ impl Dialect for MySql {
     /// The fence of a newer holder may have locked the row. If the row names a holder, the key is
     /// busy.
     async fn attempt_on_locked_row(
-        rows: &MySqlLeaseTable,
+        table: &MySqlLeaseTable,
         claim: &Claim,
         position: u64,
         error: BackendError,
     ) -> Result<Option<Attempt>, BackendError> {
-        match rows.attempt_from_current_row(claim, position).await {
+        match table.attempt_from_current_row(claim, position).await {
             Ok(Some(held)) => Ok(Some(held)),
             // The server rejected the attempt, so nothing was granted.
             Ok(None) | Err(_) => Err(error),
@@ -130,12 +130,12 @@ impl Dialect for MySql {
     }
 
     async fn renew(
-        rows: &MySqlLeaseTable,
+        table: &MySqlLeaseTable,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let (lease, requested_at) = (claims[0].lease(), Instant::now());
-        let (client, texts) = (&rows.store.client, &rows.store.statements);
-        let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
+        let (client, texts) = (&table.store.client, &table.store.statements);
+        let ids = claims.iter().map(|claim| table.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
         let (limit, lease_value) = (claim_count(claims), Value::Number(micros(lease)));
         let values = [ids.clone(), Value::claims(claims), limit, lease_value];
@@ -147,14 +147,14 @@ impl Dialect for MySql {
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
 
-    async fn wait_for_fence(rows: &MySqlLeaseTable, claim: &Claim) -> Result<(), BackendError> {
+    async fn wait_for_fence(table: &MySqlLeaseTable, claim: &Claim) -> Result<(), BackendError> {
         wait_for_fence(async || {
-            if !is_locked(rows, claim.key(), ConnectionUse::Release).await? {
+            if !is_locked(table, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
             }
             // `is_locked` also returns true if the row does not exist. So the claim must still hold
             // the key.
-            rows.has_entry(claim, ConnectionUse::Release).await
+            table.has_entry(claim, ConnectionUse::Release).await
         })
         .await
     }
@@ -162,14 +162,14 @@ impl Dialect for MySql {
     /// Returns whether the row exists, and stays locked for the sum of [`ROW_CHECK_PAUSES`]. Checks
     /// of other clients lock the row for a shorter time.
     async fn is_locked_by_transaction(
-        rows: &MySqlLeaseTable,
+        table: &MySqlLeaseTable,
         key: &Key,
     ) -> Result<bool, BackendError> {
         for pause in ROW_CHECK_PAUSES {
-            if !is_locked(rows, key, ConnectionUse::Acquire).await?
-                || rows
+            if !is_locked(table, key, ConnectionUse::Acquire).await?
+                || table
                     .store
-                    .query(&rows.store.statements.lease_left, [rows.id_value(key)])
+                    .query(&table.store.statements.lease_left, [table.id_value(key)])
                     .await?
                     .is_empty()
             {
@@ -181,12 +181,12 @@ impl Dialect for MySql {
     }
 
     /// Frees the key: ends a lease, or ends the connection that has the row locked for a claim.
-    async fn force_release(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
-        let released = match holder_connection(rows, key).await? {
-            Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
-            None => end_lease(rows, key).await?,
+    async fn force_release(table: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
+        let released = match holder_connection(table, key).await? {
+            Some(holder_connection) => end_connection(table, key, &holder_connection).await?,
+            None => end_lease(table, key).await?,
         };
-        rows.wakeups.on_release(key);
+        table.wakeups.on_release(key);
         Ok(released)
     }
 
@@ -217,17 +217,17 @@ impl Dialect for MySql {
         diagnose::check_server(store).await
     }
 
-    async fn check_connection_limit(rows: &MySqlLeaseTable) -> Result<Vec<Finding>, BackendError> {
-        diagnose::check_connection_limit(rows).await
+    async fn check_connection_limit(table: &MySqlLeaseTable) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_connection_limit(table).await
     }
 
     async fn lock_in(
-        rows: LockableRows<'_, Self>,
+        lockable: LockableTable<'_, Self>,
         connection: &mut MySqlConnection,
         key: &Key,
         deadline: Deadline,
     ) -> Result<Option<FencingToken>, LockInError> {
-        lock_in::attempt_until(rows.rows, connection, key, deadline).await
+        lock_in::attempt_until(lockable.table, connection, key, deadline).await
     }
 }
 
@@ -336,34 +336,34 @@ where
 
 /// Returns whether a transaction currently has the key's row locked, or the row does not exist.
 pub(super) async fn is_locked(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     key: &Key,
     connection_use: ConnectionUse,
 ) -> Result<bool, BackendError> {
-    let statement = Statement::new(&rows.store.statements.lock_row, [rows.id_value(key)]);
-    Ok(rows.store.client.query(connection_use, &statement).await?.is_empty())
+    let statement = Statement::new(&table.store.statements.lock_row, [table.id_value(key)]);
+    Ok(table.store.client.query(connection_use, &statement).await?.is_empty())
 }
 
-async fn end_lease(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
+async fn end_lease(table: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
     // The query comes first, because an update would wait for a transaction that has the row
     // locked, even if the row contains no lease.
-    if rows.query_holders(Some(key)).await?.is_empty() {
-        if MySql::is_locked_by_transaction(rows, key).await? {
+    if table.query_holders(Some(key)).await?.is_empty() {
+        if MySql::is_locked_by_transaction(table, key).await? {
             return Err(error::held_by_caller_transaction(error::STORE));
         }
         return Ok(Release::NotHeld);
     }
-    let statement = Statement::new(&rows.store.statements.force_release, [rows.id_value(key)]);
-    Ok(rows.store.release(&statement).await?.release_outcome())
+    let statement = Statement::new(&table.store.statements.force_release, [table.id_value(key)]);
+    Ok(table.store.release(&statement).await?.release_outcome())
 }
 
 async fn end_connection(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     key: &Key,
     holder: &HolderConnection,
 ) -> Result<Release, BackendError> {
-    let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection_id)]);
-    let killed = rows.store.release(&kill).await;
+    let kill = Statement::new(&table.store.statements.kill, [Value::Number(holder.connection_id)]);
+    let killed = table.store.release(&kill).await;
     // If the connection has ended meanwhile, the error is ignored.
     if let Err(error) = killed
         && !error::is_no_such_connection(&error)
@@ -372,7 +372,7 @@ async fn end_connection(
     }
     // `KILL` returns before the connection has ended, so this loop waits for its end.
     let killed_at = Instant::now();
-    while holder_connection(rows, key).await?.as_ref() == Some(holder) {
+    while holder_connection(table, key).await?.as_ref() == Some(holder) {
         if killed_at.elapsed() > CONNECTION_END_TIMEOUT {
             return Err(error::still_connected(error::STORE));
         }
@@ -383,11 +383,12 @@ async fn end_connection(
 
 /// Returns the connection that has the row locked for a claim.
 async fn holder_connection(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     key: &Key,
 ) -> Result<Option<HolderConnection>, BackendError> {
-    let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id_value(key)]);
-    let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
+    let statement =
+        Statement::new(&table.store.statements.holder_connection, [table.id_value(key)]);
+    let found = match table.store.client.query(ConnectionUse::Release, &statement).await {
         Err(error) if MySql::is_missing_named_locks(&error) => return Ok(None),
         found => found?,
     };

@@ -38,13 +38,13 @@ pub(super) async fn check_server(store: &Store<MySql>) -> Result<Vec<Finding>, B
 
 /// Returns a finding if the server's connection limit is too low for `row_locks`.
 pub(super) async fn check_connection_limit(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
 ) -> Result<Vec<Finding>, BackendError> {
     let limit = StatementText::positional(CONNECTION_LIMIT, &[]);
-    let found = rows.store.query(&limit, []).await?;
+    let found = table.store.query(&limit, []).await?;
     let connections_max = found.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
     let connections_max = connections_max.flatten().unwrap_or(i64::MAX);
-    Ok(Vec::from_iter(check_row_locks(rows.store.settings().row_locks, connections_max)))
+    Ok(Vec::from_iter(check_row_locks(table.store.settings().row_locks, connections_max)))
 }
 
 /// Returns what the server's settings mean for locks.

@@ -24,14 +24,14 @@ use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
 
 pub(super) async fn attempt_until(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
     deadline: Deadline,
 ) -> Result<Option<FencingToken>, LockInError> {
     let started_at = Instant::now();
     loop {
-        if let Some(token) = attempt(rows, connection, key).await? {
+        if let Some(token) = attempt(table, connection, key).await? {
             return Ok(Some(token));
         }
         let remaining = deadline.remaining();
@@ -45,7 +45,7 @@ pub(super) async fn attempt_until(
 /// Makes one attempt. Returns `None` if the lock is held. Then the transaction has not locked the
 /// key's row, but it may have locked the meta row.
 async fn attempt(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
@@ -54,29 +54,29 @@ async fn attempt(
     // Then the transaction is on another database, or another client briefly locked the row. After
     // a second such round, the id of the tables shows whether the database is another one.
     for _ in 0..2 {
-        if !prepare_row(rows, key).await.map_err(backend_error)? {
+        if !prepare_row(table, key).await.map_err(backend_error)? {
             return Ok(None);
         }
-        if let Some(token) = try_lock(rows, connection, key).await? {
+        if let Some(token) = try_lock(table, connection, key).await? {
             return Ok(Some(token));
         }
-        if is_locked(rows, key, ConnectionUse::Acquire).await.map_err(backend_error)? {
+        if is_locked(table, key, ConnectionUse::Acquire).await.map_err(backend_error)? {
             return Ok(None);
         }
     }
     // A plain read would open the caller's snapshot before the grant. The transaction would then
     // not see all writes before the grant. A read that locks the meta row opens no snapshot.
-    let meta = send(connection, key, &rows.store.statements.meta_locking_read, []).await?;
-    check_database(rows, meta.as_ref(), 1, key)?;
+    let meta = send(connection, key, &table.store.statements.meta_locking_read, []).await?;
+    check_database(table, meta.as_ref(), 1, key)?;
     Ok(None)
 }
 
 async fn try_lock(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let (texts, id) = (&rows.store.statements, || rows.id_value(key));
+    let (texts, id) = (&table.store.statements, || table.id_value(key));
     let classify = |error| classify(key, error);
     let Some(row) = send(connection, key, &texts.lock_row, [id()]).await? else { return Ok(None) };
     // Another client was granted a lease since the check. The row lock of this transaction blocks
@@ -93,7 +93,7 @@ async fn try_lock(
     let newest_token = Value::Number(row.try_get(3).map_err(classify)?);
     let values = [id(), Value::MaybeBytes(claim), newest_token];
     let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
-    check_database(rows, seen.as_ref(), 0, key)?;
+    check_database(table, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
         // The snapshot is older than the last grant, so the transaction would read rows that the
         // holder of that grant has overwritten.
@@ -121,13 +121,13 @@ async fn send(
 /// Returns an error if the transaction is not on the store's database. `column` of `row` contains
 /// the id of the tables.
 fn check_database(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     row: Option<&MySqlRow>,
     column: usize,
     key: &Key,
 ) -> Result<(), LockInError> {
     let store: Option<Vec<u8>> = row.and_then(|row| row.try_get(column).ok());
-    if store.as_ref() == Some(&rows.store.id) {
+    if store.as_ref() == Some(&table.store.id) {
         Ok(())
     } else {
         Err(LockInError::other_database(key))
@@ -146,20 +146,20 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
 
 /// Returns whether the key has no lease. If so, also ensures that the row exists and was written
 /// after the end of the last grant.
-async fn prepare_row(rows: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendError> {
-    let (store, texts) = (&rows.store, &rows.store.statements);
+async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendError> {
+    let (store, texts) = (&table.store, &table.store.statements);
     let change = async |text, values: Vec<Value>| {
         let statement = Statement::new(text, values);
         store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
     };
-    if let Some(row) = store.query(&texts.is_free, [rows.id_value(key)]).await?.first() {
+    if let Some(row) = store.query(&texts.is_free, [table.id_value(key)]).await?.first() {
         let (is_free, has_claim) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
         if !is_free || !has_claim {
             return Ok(is_free);
         }
-        return Ok(change(&texts.clear_ended, vec![rows.id_value(key)]).await?.changed_rows > 0);
+        return Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.changed_rows > 0);
     }
-    let values = vec![rows.id_value(key), rows.namespace_value(), Value::key(key)];
+    let values = vec![table.id_value(key), table.namespace_value(), Value::key(key)];
     change(&texts.insert_row, values).await?;
     Ok(true)
 }

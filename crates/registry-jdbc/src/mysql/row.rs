@@ -22,7 +22,7 @@ use crate::server::{
 
 /// Sends the statements of the sessions. Each session holds the row of one lock.
 pub(crate) struct MySqlRowProtocol {
-    rows: Arc<MySqlLeaseTable>,
+    table: Arc<MySqlLeaseTable>,
     connections: RowLockConnections<MySqlConnection>,
 }
 
@@ -44,11 +44,11 @@ struct MySqlRowTransaction {
 
 impl MySqlRowProtocol {
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let (store, texts) = (&self.rows.store, &self.rows.store.statements);
-        if let Some(row) = store.query(&texts.lock_row, [self.rows.id_value(key)]).await?.first() {
+        let (store, texts) = (&self.table.store, &self.table.store.statements);
+        if let Some(row) = store.query(&texts.lock_row, [self.table.id_value(key)]).await?.first() {
             return Ok(!flag::<MySql>(row, 0)?);
         }
-        Ok(store.query(&texts.lease_left, [self.rows.id_value(key)]).await?.is_empty())
+        Ok(store.query(&texts.lease_left, [self.table.id_value(key)]).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -59,7 +59,7 @@ impl MySqlRowProtocol {
         claim: &Claim,
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
-            let (texts, id) = (&self.rows.store.statements, || self.rows.id_value(claim.key()));
+            let (texts, id) = (&self.table.store.statements, || self.table.id_value(claim.key()));
             let values =
                 [id(), Value::claim(claim), Value::token_block(claim), Value::label(claim)];
             let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
@@ -74,7 +74,7 @@ impl MySqlRowProtocol {
             match rows.first() {
                 None => {
                     let key = Value::key(claim.key());
-                    let values = [id(), self.rows.namespace_value(), key];
+                    let values = [id(), self.table.namespace_value(), key];
                     send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
@@ -91,7 +91,7 @@ impl MySqlRowProtocol {
         &self,
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
-        let statements: &RowStatements = self.rows.store.statements.as_ref().as_ref();
+        let statements: &RowStatements = self.table.store.statements.as_ref().as_ref();
         let rows = send_once(&mut connected.connection, &statements.meta, []).await?.rows;
         let message = "the meta table has no row";
         let missing = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
@@ -110,8 +110,8 @@ impl MySqlRowProtocol {
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
         send_plain(&mut connected.connection, "START TRANSACTION".into()).await.map_err(broken)?;
-        let text = &self.rows.store.statements.row_lock;
-        let lock = Statement::new(text, [self.rows.id_value(claim.key()), Value::claim(claim)]);
+        let text = &self.table.store.statements.row_lock;
+        let lock = Statement::new(text, [self.table.id_value(claim.key()), Value::claim(claim)]);
         let lock = send(&mut connected.connection, &lock, QueryMode::Prepared).await;
         let rows = lock.map_err(broken)?.rows;
         let Some(row) = rows.first() else {
@@ -137,12 +137,12 @@ impl SessionProtocol for MySqlRowProtocol {
     type Database = MySql;
     type Connection = MySqlRowConnection;
 
-    async fn open(rows: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
+    async fn open(table: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
+        Ok(Self { connections: RowLockConnections::new(table.store.settings().row_locks), table })
     }
 
-    fn rows(&self) -> &MySqlLeaseTable {
-        &self.rows
+    fn table(&self) -> &MySqlLeaseTable {
+        &self.table
     }
 
     async fn connect(&self) -> Result<MySqlRowConnection, BackendError> {
@@ -151,11 +151,11 @@ impl SessionProtocol for MySqlRowProtocol {
         if let Some(connection) = idle {
             return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
-        let connecting = super::session::connect(&self.rows.store.config, IDLE_TIMEOUT);
-        let connected = timeout(self.rows.store.settings().connect_timeout, connecting).await;
+        let connecting = super::session::connect(&self.table.store.config, IDLE_TIMEOUT);
+        let connected = timeout(self.table.store.settings().connect_timeout, connecting).await;
         let connection = connected
             .map_err(|_| {
-                error::timed_out(error::STORE, self.rows.store.settings().connect_timeout)
+                error::timed_out(error::STORE, self.table.store.settings().connect_timeout)
             })?
             .map_err(MySql::explain)?;
         Ok(MySqlRowConnection { connection, permit, transaction: None })

@@ -23,7 +23,7 @@ use crate::server::{
 
 /// Sends the statements of a session.
 pub(crate) struct MySqlSessionProtocol {
-    rows: Arc<MySqlLeaseTable>,
+    table: Arc<MySqlLeaseTable>,
 }
 
 /// A connection with its id on the server.
@@ -48,15 +48,15 @@ impl MySqlSessionConnection {
 impl MySqlSessionProtocol {
     /// Returns whether the named lock is free and the key has no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let values = [self.lock_name_value(key), self.rows.id_value(key)];
-        let text = &self.rows.store.statements.session_is_free;
-        let rows = self.rows.store.query(text, values).await?;
+        let values = [self.lock_name_value(key), self.table.id_value(key)];
+        let text = &self.table.store.statements.session_is_free;
+        let rows = self.table.store.query(text, values).await?;
         let free = rows.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
     }
 
     fn lock_name_value(&self, key: &Key) -> Value {
-        Value::Text(self.rows.row_id(key).hex())
+        Value::Text(self.table.row_id(key).hex())
     }
 
     /// Sends a query for the connection's id and a number. Checks the id, and returns the number.
@@ -91,14 +91,14 @@ impl MySqlSessionProtocol {
         }
         let is_consecutive = now_if_unchanged.is_some();
         let values = [
-            self.rows.id_value(claim.key()),
-            self.rows.namespace_value(),
+            self.table.id_value(claim.key()),
+            self.table.namespace_value(),
             Value::key(claim.key()),
             Value::claim(claim),
             Value::Number(plan.tokens_to_write(is_consecutive)),
             Value::label(claim),
         ];
-        let text = &self.rows.store.statements.session_write_claim;
+        let text = &self.table.store.statements.session_write_claim;
         let token = send_once(&mut connected.connection, text, values).await?.last_insert_id;
         if token == 0 {
             // No claim was written: the key has a lease, or the server is read-only.
@@ -118,8 +118,8 @@ impl MySqlSessionProtocol {
         key: &Key,
         row_claim: ClaimId,
     ) -> Result<(bool, Option<i64>), SessionFailure> {
-        let values = try_lock_values(&self.rows, key, row_claim, 0);
-        let text = &self.rows.store.statements.session_try_lock;
+        let values = try_lock_values(&self.table, key, row_claim, 0);
+        let text = &self.table.store.statements.session_try_lock;
         let rows = send_once(&mut connected.connection, text, values).await?.rows;
         let row = one_row(&rows)?;
         connected.check_connection(row)?;
@@ -130,15 +130,15 @@ impl MySqlSessionProtocol {
 
 /// Returns the parameters of `session_try_lock`. The name of the named lock is the row's id.
 pub(super) fn try_lock_values(
-    rows: &MySqlLeaseTable,
+    table: &MySqlLeaseTable,
     key: &Key,
     row_claim: ClaimId,
     lock_timeout_seconds: i64,
 ) -> [Value; 4] {
     [
-        rows.id_value(key),
+        table.id_value(key),
         Value::bytes(&row_claim.to_bytes()),
-        Value::Text(rows.row_id(key).hex()),
+        Value::Text(table.row_id(key).hex()),
         Value::Number(lock_timeout_seconds),
     ]
 }
@@ -151,25 +151,25 @@ impl SessionProtocol for MySqlSessionProtocol {
     type Database = MySql;
     type Connection = MySqlSessionConnection;
 
-    async fn open(rows: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
-        Ok(Self { rows })
+    async fn open(table: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
+        Ok(Self { table })
     }
 
-    fn rows(&self) -> &MySqlLeaseTable {
-        &self.rows
+    fn table(&self) -> &MySqlLeaseTable {
+        &self.table
     }
 
     async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
         let connecting = async {
-            let mut connection = connect(&self.rows.store.config, IDLE_TIMEOUT).await?;
+            let mut connection = connect(&self.table.store.config, IDLE_TIMEOUT).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
             let row = query(CHECK_SESSION).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
-        match timeout(self.rows.store.settings().connect_timeout, connecting).await {
+        match timeout(self.table.store.settings().connect_timeout, connecting).await {
             Ok(connected) => connected.map_err(MySql::explain),
             Err(_) => {
-                Err(error::timed_out(error::STORE, self.rows.store.settings().connect_timeout))
+                Err(error::timed_out(error::STORE, self.table.store.settings().connect_timeout))
             }
         }
     }
@@ -239,7 +239,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         token: FencingToken,
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
-        let (texts, id) = (&self.rows.store.statements, self.rows.id_value(claim.key()));
+        let (texts, id) = (&self.table.store.statements, self.table.id_value(claim.key()));
         let (claim_value, token, block) =
             (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {
@@ -248,7 +248,7 @@ impl SessionProtocol for MySqlSessionProtocol {
                 [id.clone(), claim_value.clone(), token.clone(), block.clone(), earlier_claim];
             send_once(&mut connected.connection, &texts.session_update_claim, values).await?;
         }
-        let (namespace, key) = (self.rows.namespace_value(), Value::key(claim.key()));
+        let (namespace, key) = (self.table.namespace_value(), Value::key(claim.key()));
         let values = [id, namespace, key, claim_value, token, block];
         send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }

@@ -28,7 +28,7 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
-    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows, PURGE_BATCH_ROWS,
+    Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableTable, PURGE_BATCH_ROWS,
     QueryMode, Resend, RowId, SqlClient, SqlMode, Statement, StatementText, Store, Value,
     WakeupSource,
 };
@@ -122,61 +122,64 @@ impl Dialect for Postgres {
     }
 
     async fn attempt_on_locked_row(
-        rows: &PgLeaseTable,
+        table: &PgLeaseTable,
         claim: &Claim,
         position: u64,
         error: BackendError,
     ) -> Result<Option<Attempt>, BackendError> {
-        if !Self::is_locked_by_transaction(rows, claim.key()).await? {
+        if !Self::is_locked_by_transaction(table, claim.key()).await? {
             return Err(error);
         }
         Ok(Some(Attempt::Busy(Busy::new().with_seen_version(position))))
     }
 
     async fn renew(
-        rows: &PgLeaseTable,
+        table: &PgLeaseTable,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let values = [row_ids(rows, claims), Value::claims(claims), leases(claims)];
-        renew(&rows.store, &rows.store.statements.renew, values, claims).await
+        let values = [row_ids(table, claims), Value::claims(claims), leases(claims)];
+        renew(&table.store, &table.store.statements.renew, values, claims).await
     }
 
     const HAS_BATCHES: bool = true;
 
-    async fn acquire_all(rows: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<i64>, BackendError> {
+    async fn acquire_all(table: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<i64>, BackendError> {
         let Some(first) = claims.first() else { return Ok(Vec::new()) };
         let values = [
-            row_ids(rows, claims),
+            row_ids(table, claims),
             Value::claims(claims),
             Value::token_block(first),
             Value::label(first),
             Value::lease(first),
         ];
-        let statement = Statement::new(&rows.store.statements.acquire_all, values);
+        let statement = Statement::new(&table.store.statements.acquire_all, values);
         // Not sent again after a broken connection, like the attempt of a single claim.
-        let client = &rows.store.client;
+        let client = &table.store.client;
         let answer = client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         let token = |row| number::<Self>(row, 0);
         answer.rows.iter().map(token).collect::<Result<_, _>>().map_err(BackendError::as_unknown)
     }
 
-    async fn release_all(rows: &PgLeaseTable, claims: &[Claim]) -> Result<Vec<bool>, BackendError> {
-        let channel = &rows.wakeups.channel;
-        let ids = claims.iter().map(|claim| rows.row_id(claim.key()));
+    async fn release_all(
+        table: &PgLeaseTable,
+        claims: &[Claim],
+    ) -> Result<Vec<bool>, BackendError> {
+        let channel = &table.wakeups.channel;
+        let ids = claims.iter().map(|claim| table.row_id(claim.key()));
         let (messages, presence_locks) = ids
             .map(|id| id.notification_id())
             .map(|id| (id.to_vec(), channel.presence_lock(id)))
             .unzip();
         let values = [
-            row_ids(rows, claims),
+            row_ids(table, claims),
             Value::claims(claims),
             Value::Numbers(claims.iter().map(|claim| i64::from(claim.token_block())).collect()),
             Value::Text(channel.name().to_owned()),
             Value::ManyBytes(messages),
             Value::Numbers(presence_locks),
         ];
-        let statement = Statement::new(&rows.store.statements.release_all, values);
-        let answer = rows.store.release(&statement).await?;
+        let statement = Statement::new(&table.store.statements.release_all, values);
+        let answer = table.store.release(&statement).await?;
         if answer.rows.len() != claims.len() {
             return Err(corrupt::<Self>("a release did not return one row per claim").as_unknown());
         }
@@ -187,29 +190,29 @@ impl Dialect for Postgres {
     /// Returns whether a transaction holds the holder lock of this key; see
     /// [`RowId::holder_lock_key`].
     async fn is_locked_by_transaction(
-        rows: &PgLeaseTable,
+        table: &PgLeaseTable,
         key: &Key,
     ) -> Result<bool, BackendError> {
-        let lock_key = Value::Number(rows.row_id(key).holder_lock_key());
-        let found = rows.store.query(&rows.store.statements.has_holder_lock, [lock_key]).await?;
+        let lock_key = Value::Number(table.row_id(key).holder_lock_key());
+        let found = table.store.query(&table.store.statements.has_holder_lock, [lock_key]).await?;
         flag::<Self>(one_row::<Self>(&found)?, 0)
     }
 
     /// Frees `key`: ends a lease, or ends the connection that has the row locked for a claim.
-    async fn force_release(rows: &PgLeaseTable, key: &Key) -> Result<Release, BackendError> {
-        let (store, texts) = (&rows.store, &rows.store.statements);
+    async fn force_release(table: &PgLeaseTable, key: &Key) -> Result<Release, BackendError> {
+        let (store, texts) = (&table.store, &table.store.statements);
         let send = async |text, resend, values: Vec<Value>| {
             let statement = Statement::new(text, values);
             store.client.send(ConnectionUse::Release, resend, &statement).await
         };
-        let notification = rows.wakeups.notification(rows.row_id(key));
-        let values = [&[rows.id_value(key)], &notification[..2]].concat();
+        let notification = table.wakeups.notification(table.row_id(key));
+        let values = [&[table.id_value(key)], &notification[..2]].concat();
         let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
         if released == Release::Freed {
             return Ok(Release::Freed);
         }
         let end_timeout = CONNECTION_END_TIMEOUT.min(store.settings().response_timeout / 2);
-        let values = vec![rows.id_value(key), Value::Number(micros(end_timeout) / 1_000)];
+        let values = vec![table.id_value(key), Value::Number(micros(end_timeout) / 1_000)];
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
@@ -218,7 +221,7 @@ impl Dialect for Postgres {
                 Ok(Release::Freed)
             }
             Some(_) => Err(error::still_connected(error::STORE)),
-            None if Self::is_locked_by_transaction(rows, key).await? => {
+            None if Self::is_locked_by_transaction(table, key).await? => {
                 Err(error::held_by_caller_transaction(error::STORE))
             }
             None => Ok(Release::NotHeld),
@@ -238,21 +241,21 @@ impl Dialect for Postgres {
         diagnose::check_server(store).await
     }
 
-    async fn diagnose_wakeups(rows: &PgLeaseTable) -> Option<Finding> {
-        diagnose::check_listener(rows).await
+    async fn diagnose_wakeups(table: &PgLeaseTable) -> Option<Finding> {
+        diagnose::check_listener(table).await
     }
 
-    async fn check_connection_limit(rows: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
-        diagnose::check_connection_limit(rows).await
+    async fn check_connection_limit(table: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_connection_limit(table).await
     }
 
     async fn lock_in(
-        rows: LockableRows<'_, Self>,
+        lockable: LockableTable<'_, Self>,
         connection: &mut PgConnection,
         key: &Key,
         deadline: Deadline,
     ) -> Result<Option<FencingToken>, LockInError> {
-        lock_in::attempt_until(rows, connection, key, deadline).await
+        lock_in::attempt_until(lockable, connection, key, deadline).await
     }
 }
 
@@ -305,8 +308,8 @@ impl WakeupSource for PgWakeups {
     }
 }
 
-fn row_ids<C: Borrow<Claim>>(rows: &PgLeaseTable, claims: &[C]) -> Value {
-    let id = |claim: &C| rows.row_id(claim.borrow().key()).bytes().to_vec();
+fn row_ids<C: Borrow<Claim>>(table: &PgLeaseTable, claims: &[C]) -> Value {
+    let id = |claim: &C| table.row_id(claim.borrow().key()).bytes().to_vec();
     Value::ManyBytes(claims.iter().map(id).collect())
 }
 

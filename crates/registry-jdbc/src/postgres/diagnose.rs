@@ -13,13 +13,13 @@ use crate::server::{
 };
 
 /// Returns a finding if the listener does not receive notifications.
-pub(super) async fn check_listener(rows: &PgLeaseTable) -> Option<Finding> {
-    let listener = rows.wakeups.listener.as_ref()?;
+pub(super) async fn check_listener(table: &PgLeaseTable) -> Option<Finding> {
+    let listener = table.wakeups.listener.as_ref()?;
     let payload = format!("try_{:016x}", fastrand::u64(..));
     let text = StatementText::numbered(NOTIFY);
-    let channel = rows.wakeups.channel.name().to_owned();
+    let channel = table.wakeups.channel.name().to_owned();
     let values = [Value::Text(channel), Value::Text(payload.clone())];
-    let notify = async { rows.store.query(&text, values).await.map(drop) };
+    let notify = async { table.store.query(&text, values).await.map(drop) };
     let cause = match listener.self_test(&payload, notify).await {
         Ok(true) => return None,
         Ok(false) => {
@@ -33,13 +33,13 @@ pub(super) async fn check_listener(rows: &PgLeaseTable) -> Option<Finding> {
 /// Returns findings if the server has too few connections for `row_locks`, or if old row locks hold
 /// back vacuum.
 pub(super) async fn check_connection_limit(
-    rows: &PgLeaseTable,
+    table: &PgLeaseTable,
 ) -> Result<Vec<Finding>, BackendError> {
-    let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
+    let found = table.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
     let (connections_max, old_row_locks) =
         (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);
-    let row_locks = rows.store.settings().row_locks;
+    let row_locks = table.store.settings().row_locks;
     let mut findings = Vec::from_iter(check_row_locks(row_locks, connections_max));
     if old_row_locks > 0 {
         findings.push(Finding::warning(format!(

@@ -11,17 +11,17 @@ use super::error;
 use super::statement::send_plain;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::from_micros;
-use crate::server::{LockableRows, ServerErrors as _, Statement, Value, WakeupSource as _};
+use crate::server::{LockableTable, ServerErrors as _, Statement, Value, WakeupSource as _};
 
 pub(super) async fn attempt_until(
-    lockable: LockableRows<'_, Postgres>,
+    lockable: LockableTable<'_, Postgres>,
     connection: &mut PgConnection,
     key: &Key,
     deadline: Deadline,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let rows = lockable.rows;
+    let table = lockable.table;
     loop {
-        let position = rows.wakeups.position();
+        let position = table.wakeups.position();
         match attempt(lockable, connection, key, deadline.remaining()).await? {
             LockInOutcome::Granted(token) => return Ok(Some(token)),
             _ if deadline.remaining().is_zero() => return Ok(None),
@@ -29,11 +29,11 @@ pub(super) async fn attempt_until(
             LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
             LockInOutcome::Held { remaining } => {
                 let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
-                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, table.wakeups.wait(table.row_id(key), position)).await;
             }
             LockInOutcome::InSession => {
                 let limit = POLL_INTERVAL.min(deadline.remaining());
-                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, table.wakeups.wait(table.row_id(key), position)).await;
             }
         }
     }
@@ -55,12 +55,12 @@ enum LockInOutcome {
 }
 
 async fn attempt(
-    lockable: LockableRows<'_, Postgres>,
+    lockable: LockableTable<'_, Postgres>,
     connection: &mut PgConnection,
     key: &Key,
     wait: Duration,
 ) -> Result<LockInOutcome, LockInError> {
-    let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.rows.store.settings().busy_timeout);
+    let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.table.store.settings().busy_timeout);
     let text = statement(lockable, key, row_wait).inlined::<Postgres>();
     // The statements are one message of plain text, which is independent of prepared statements and
     // of a pooler's assignment of connections. The savepoint releases the locks of a failed
@@ -120,21 +120,22 @@ fn decode_outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
 /// Returns the statement that locks the row for the transaction. The statement waits for the row at
 /// most `row_wait`.
 fn statement<'a>(
-    lockable: LockableRows<'a, Postgres>,
+    lockable: LockableTable<'a, Postgres>,
     key: &Key,
     row_wait: Duration,
 ) -> Statement<'a> {
-    let (rows, id) = (lockable.rows, lockable.rows.row_id(key));
-    let texts = &rows.store.statements;
+    let table = lockable.table;
+    let id = table.row_id(key);
+    let texts = &table.store.statements;
     let mut values = vec![
-        rows.id_value(key),
-        rows.namespace_value(),
+        table.id_value(key),
+        table.namespace_value(),
         Value::key(key),
-        Value::Bytes(rows.store.id.clone()),
+        Value::Bytes(table.store.id.clone()),
         Value::Text(format!("{}ms", row_wait.as_millis().max(1))),
         Value::Number(id.holder_lock_key()),
     ];
-    values.extend(rows.wakeups.notification(id).drain(..2));
+    values.extend(table.wakeups.notification(id).drain(..2));
     values.push(Value::Number(id.advisory_lock_key()));
     let text = if lockable.has_session_locks { &texts.lock_in_session } else { &texts.lock_in };
     Statement::new(text, values)

@@ -22,7 +22,7 @@ use crate::server::{
 
 /// Sends the statements of the sessions of row locks. Each held lock has its own session.
 pub(crate) struct PgRowProtocol {
-    rows: Arc<PgLeaseTable>,
+    table: Arc<PgLeaseTable>,
     connections: RowLockConnections<PgConnection>,
 }
 
@@ -71,7 +71,7 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let query_mode = self.rows.store.config.plain_query_mode();
+        let query_mode = self.table.store.config.plain_query_mode();
         let answer = send(&mut connected.connection, statement, query_mode).await;
         Ok(answer.map_err(error::session_failure)?.rows)
     }
@@ -84,10 +84,10 @@ impl PgRowProtocol {
         claim: &Claim,
     ) -> Result<ClaimWrite, SessionFailure> {
         let statement = Statement::new(
-            &self.rows.store.statements.row_write_claim,
+            &self.table.store.statements.row_write_claim,
             [
-                self.rows.id_value(claim.key()),
-                self.rows.namespace_value(),
+                self.table.id_value(claim.key()),
+                self.table.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token_block(claim),
@@ -113,11 +113,11 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
-        let id = self.rows.row_id(claim.key());
+        let id = self.table.row_id(claim.key());
         let statement = Statement::new(
-            &self.rows.store.statements.row_lock,
+            &self.table.store.statements.row_lock,
             [
-                self.rows.id_value(claim.key()),
+                self.table.id_value(claim.key()),
                 Value::claim(claim),
                 Value::Number(id.holder_lock_key()),
                 Value::Text(format!("{}s", IDLE_TIMEOUT.as_secs())),
@@ -125,7 +125,7 @@ impl PgRowProtocol {
             ],
         );
         // Sent as one message. The settings end with the transaction.
-        let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
+        let lock_timeout = self.table.store.settings().busy_timeout.as_millis().max(1);
         let text = format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
             statement.inlined::<Postgres>()
@@ -145,8 +145,8 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<bool, SessionFailure> {
-        let lock_key = Value::Number(self.rows.row_id(key).holder_lock_key());
-        let statement = Statement::new(&self.rows.store.statements.has_holder_lock, [lock_key]);
+        let lock_key = Value::Number(self.table.row_id(key).holder_lock_key());
+        let statement = Statement::new(&self.table.store.statements.has_holder_lock, [lock_key]);
         let rows = self.send(connected, &statement).await?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
         flag::<Postgres>(row, 0).map_err(SessionFailure::Broken)
@@ -157,12 +157,12 @@ impl SessionProtocol for PgRowProtocol {
     type Database = Postgres;
     type Connection = PgRowConnection;
 
-    async fn open(rows: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
+    async fn open(table: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
+        Ok(Self { connections: RowLockConnections::new(table.store.settings().row_locks), table })
     }
 
-    fn rows(&self) -> &PgLeaseTable {
-        &self.rows
+    fn table(&self) -> &PgLeaseTable {
+        &self.table
     }
 
     async fn connect(&self) -> Result<PgRowConnection, BackendError> {
@@ -170,7 +170,7 @@ impl SessionProtocol for PgRowProtocol {
             self.connections.acquire().map_err(|full| full.into_backend_error("postgres"))?;
         let connection = match idle {
             Some(connection) => connection,
-            None => super::client::connect(&self.rows.store.config).await?,
+            None => super::client::connect(&self.table.store.config).await?,
         };
         Ok(PgRowConnection { connection, permit, transaction: None })
     }
@@ -215,9 +215,9 @@ impl SessionProtocol for PgRowProtocol {
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<(), SessionFailure> {
-        let id = self.rows.row_id(key);
-        let notification = self.rows.wakeups.notification(id);
-        let statement = Statement::new(&self.rows.store.statements.row_notify, notification);
+        let id = self.table.row_id(key);
+        let notification = self.table.wakeups.notification(id);
+        let statement = Statement::new(&self.table.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
         connected
             .send_plain(format!("{}; COMMIT", statement.inlined::<Postgres>()))

@@ -23,7 +23,7 @@ use crate::server::{
 
 /// Sends the statements of a session.
 pub(crate) struct PgSessionProtocol {
-    rows: Arc<PgLeaseTable>,
+    table: Arc<PgLeaseTable>,
 }
 
 /// A connection with the id of its server process.
@@ -68,9 +68,9 @@ impl PgSessionProtocol {
             two.send_plain(CHECK_SESSION).await?;
             one.send_plain(format!("{CHECK_SESSION}; ROLLBACK")).await
         };
-        let probed = timeout(self.rows.store.settings().response_timeout, probe).await;
+        let probed = timeout(self.table.store.settings().response_timeout, probe).await;
         match probed.map_err(|_| {
-            error::timed_out(error::STORE, self.rows.store.settings().response_timeout)
+            error::timed_out(error::STORE, self.table.store.settings().response_timeout)
         })? {
             Ok(_) if have_two_processes => {}
             Ok(_) => return Err(pooler_detected()),
@@ -81,14 +81,14 @@ impl PgSessionProtocol {
         for connected in [one, two] {
             // Errors are ignored, because the server also notices the closed socket.
             let _ =
-                timeout(self.rows.store.settings().connect_timeout, connected.connection.close())
+                timeout(self.table.store.settings().connect_timeout, connected.connection.close())
                     .await;
         }
         Ok(())
     }
 
     async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
-        let config = &self.rows.store.config;
+        let config = &self.table.store.config;
         let mut connection = client::connect(config).await?;
         let query = timeout(
             config.settings.connect_timeout,
@@ -106,7 +106,7 @@ impl PgSessionProtocol {
         connected: &mut PgSessionConnection,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let query_mode = self.rows.store.config.query_mode();
+        let query_mode = self.table.store.config.query_mode();
         let answer = send(&mut connected.connection, statement, query_mode).await;
         let rows = answer.map_err(error::session_failure)?.rows;
         connected.check_process(&rows)?;
@@ -122,11 +122,11 @@ impl PgSessionProtocol {
         let Some(last) = &plan.last_row else {
             return self.write_claim(connected, claim, plan, WriteMode::NotLocked).await;
         };
-        let id = self.rows.row_id(claim.key());
+        let id = self.table.row_id(claim.key());
         let (lock_key, row_claim) =
             (Value::Number(id.advisory_lock_key()), Value::bytes(&last.claim.to_bytes()));
-        let values = [lock_key, self.rows.id_value(claim.key()), row_claim];
-        let statement = Statement::new(&self.rows.store.statements.session_try_lock, values);
+        let values = [lock_key, self.table.id_value(claim.key()), row_claim];
+        let statement = Statement::new(&self.table.store.statements.session_try_lock, values);
         let rows = connected.send_plain(statement.inlined::<Postgres>()).await?;
         if !flag::<Postgres>(&rows[0], 1).map_err(SessionFailure::Broken)? {
             return Ok(LockAttempt::Busy(None));
@@ -150,9 +150,9 @@ impl PgSessionProtocol {
         plan: &TokenPlan,
         mode: WriteMode,
     ) -> Result<LockAttempt, SessionFailure> {
-        let id = self.rows.row_id(claim.key());
+        let id = self.table.row_id(claim.key());
         let is_consecutive = mode == WriteMode::Consecutive;
-        let texts = &self.rows.store.statements;
+        let texts = &self.table.store.statements;
         let text = if mode == WriteMode::NotLocked {
             &texts.session_acquire
         } else {
@@ -161,8 +161,8 @@ impl PgSessionProtocol {
         let statement = Statement::new(
             text,
             [
-                self.rows.id_value(claim.key()),
-                self.rows.namespace_value(),
+                self.table.id_value(claim.key()),
+                self.table.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::Number(plan.tokens_to_write(is_consecutive)),
@@ -204,14 +204,14 @@ impl SessionProtocol for PgSessionProtocol {
     type Connection = PgSessionConnection;
 
     /// Returns an error behind a pooler that changes connections between transactions.
-    async fn open(rows: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
-        let protocol = Self { rows };
+    async fn open(table: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
+        let protocol = Self { table };
         protocol.detect_pooler().await?;
         Ok(protocol)
     }
 
-    fn rows(&self) -> &PgLeaseTable {
-        &self.rows
+    fn table(&self) -> &PgLeaseTable {
+        &self.table
     }
 
     async fn connect(&self) -> Result<PgSessionConnection, BackendError> {
@@ -220,17 +220,17 @@ impl SessionProtocol for PgSessionProtocol {
             // With these settings the server ends a dead connection. Some of them have no effect on
             // a Unix socket.
             let seconds = IDLE_TIMEOUT.as_secs();
-            let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
+            let lock_timeout = self.table.store.settings().busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
                  SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {CHECK_SESSION}",
                 seconds / 2,
                 seconds / 6,
-                self.rows.store.statements.session_prepare.as_str(),
+                self.table.store.statements.session_prepare.as_str(),
             );
             connected.send_plain(text).await
         };
-        let configured = timeout(self.rows.store.settings().connect_timeout, configure).await;
+        let configured = timeout(self.table.store.settings().connect_timeout, configure).await;
         match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
             Ok(_) => Ok(connected),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
@@ -261,10 +261,10 @@ impl SessionProtocol for PgSessionProtocol {
         connected: &mut PgSessionConnection,
         key: &Key,
     ) -> Result<(), SessionFailure> {
-        let id = self.rows.row_id(key);
+        let id = self.table.row_id(key);
         let mut values = vec![Value::Number(id.advisory_lock_key())];
-        values.extend(self.rows.wakeups.notification(id));
-        let text = &self.rows.store.statements.session_unlock;
+        values.extend(self.table.wakeups.notification(id));
+        let text = &self.table.store.statements.session_unlock;
         let statement = Statement::new(text, values).with_at_most_one_row();
         self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
     }
@@ -284,10 +284,10 @@ impl SessionProtocol for PgSessionProtocol {
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
         let statement = Statement::new(
-            &self.rows.store.statements.session_ensure_row,
+            &self.table.store.statements.session_ensure_row,
             [
-                self.rows.id_value(claim.key()),
-                self.rows.namespace_value(),
+                self.table.id_value(claim.key()),
+                self.table.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token(token),
@@ -300,7 +300,7 @@ impl SessionProtocol for PgSessionProtocol {
     }
 
     fn lock_name(&self, key: &Key) -> Vec<u8> {
-        self.rows.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
+        self.table.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
 }
 

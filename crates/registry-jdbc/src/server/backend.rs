@@ -15,7 +15,7 @@ use registry_core::{
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::spring::PEER_POLL;
 use super::spring_rows::SpringLeaseTable;
 use super::store::Store;
@@ -134,8 +134,8 @@ pub struct SqlBackend<D: SpringDialect> {
 /// The lock mode of a backend, with the tables and connections that it needs.
 pub(crate) enum Locks<D: SpringDialect> {
     Lease(LeaseTable<D>),
-    Session { rows: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
-    Row { rows: Arc<LeaseTable<D>>, sessions: RowLockSessions<D::RowLock> },
+    Session { table: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
+    Row { table: Arc<LeaseTable<D>>, sessions: RowLockSessions<D::RowLock> },
     Spring(SpringLeaseTable<D>),
 }
 
@@ -194,14 +194,14 @@ impl<D: SpringDialect> SqlBackend<D> {
         Ok(match mode {
             SqlMode::Lease => Locks::Lease(LeaseTable::open(config).await?),
             SqlMode::Session => {
-                let rows = Arc::new(LeaseTable::open(config).await?);
-                let protocol = D::Session::open(Arc::clone(&rows)).await?;
-                Locks::Session { rows, session: SqlSession::new(protocol) }
+                let table = Arc::new(LeaseTable::open(config).await?);
+                let protocol = D::Session::open(Arc::clone(&table)).await?;
+                Locks::Session { table, session: SqlSession::new(protocol) }
             }
             SqlMode::Row => {
-                let rows = Arc::new(LeaseTable::open(config).await?);
-                let sessions = RowLockSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
-                Locks::Row { rows, sessions }
+                let table = Arc::new(LeaseTable::open(config).await?);
+                let sessions = RowLockSessions::new(D::RowLock::open(Arc::clone(&table)).await?);
+                Locks::Row { table, sessions }
             }
             SqlMode::Spring(table) => Locks::Spring(SpringLeaseTable::open(config, table).await?),
         })
@@ -236,8 +236,8 @@ impl<D: SpringDialect> SqlBackend<D> {
 
     pub(crate) fn table(&self) -> BackendTable<'_, D> {
         match &self.locks {
-            Locks::Lease(rows) => BackendTable::Native(rows),
-            Locks::Session { rows, .. } | Locks::Row { rows, .. } => BackendTable::Native(rows),
+            Locks::Lease(table) => BackendTable::Native(table),
+            Locks::Session { table, .. } | Locks::Row { table, .. } => BackendTable::Native(table),
             Locks::Spring(spring) => BackendTable::Spring(spring),
         }
     }
@@ -268,18 +268,18 @@ impl<D: SpringDialect> SqlBackend<D> {
 
     async fn attempt(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let (attempt, position) = match &self.locks {
-            Locks::Lease(rows) => {
-                return dialect::try_acquire(rows, claim).await;
+            Locks::Lease(table) => {
+                return dialect::try_acquire(table, claim).await;
             }
             Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
             // The position must be read before the attempt is sent, so that a wait from this
             // position sees every later release.
-            Locks::Session { rows, session } => {
-                let position = rows.wakeups.position();
+            Locks::Session { table, session } => {
+                let position = table.wakeups.position();
                 (session.try_acquire(claim).await?, position)
             }
-            Locks::Row { rows, sessions } => {
-                let position = rows.wakeups.position();
+            Locks::Row { table, sessions } => {
+                let position = table.wakeups.position();
                 (sessions.try_acquire(claim).await?, position)
             }
         };
@@ -338,7 +338,7 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let renewed = match &self.locks {
-            Locks::Lease(rows) => dialect::renew(rows, claims).await,
+            Locks::Lease(table) => dialect::renew(table, claims).await,
             Locks::Session { session, .. } => session.renew(claims).await,
             Locks::Row { sessions, .. } => sessions.renew(claims).await,
             Locks::Spring(spring) => dialect::renew(spring, claims).await,
@@ -347,19 +347,19 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let (released, rows) = match &self.locks {
-            Locks::Lease(rows) => return self.result_with_address(rows.release(claim).await),
+        let (released, table) = match &self.locks {
+            Locks::Lease(table) => return self.result_with_address(table.release(claim).await),
             Locks::Spring(spring) => return self.result_with_address(spring.release(claim).await),
-            Locks::Session { rows, session } => (session.release(claim).await, rows),
-            Locks::Row { rows, sessions } => (sessions.release(claim).await, rows),
+            Locks::Session { table, session } => (session.release(claim).await, table),
+            Locks::Row { table, sessions } => (sessions.release(claim).await, table),
         };
-        rows.store.maybe_purge(claim).await;
+        table.store.maybe_purge(claim).await;
         self.result_with_address(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         match &self.locks {
-            Locks::Lease(rows) => rows.wait(claim, busy).await,
+            Locks::Lease(table) => table.wait(claim, busy).await,
             Locks::Session { session, .. } => {
                 session.protocol().wait(claim.key(), busy.seen_version).await
             }
@@ -411,13 +411,13 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 #[async_trait]
 impl<D: SpringDialect> LockBatch for SqlBackend<D> {
     async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError> {
-        let Locks::Lease(rows) = &self.locks else { return Ok(BatchAttempt::Declined) };
-        self.result_with_address(rows.try_acquire_all(claims).await)
+        let Locks::Lease(table) = &self.locks else { return Ok(BatchAttempt::Declined) };
+        self.result_with_address(table.try_acquire_all(claims).await)
     }
 
     async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
         let released = match &self.locks {
-            Locks::Lease(rows) => rows.release_all(claims).await,
+            Locks::Lease(table) => table.release_all(claims).await,
             _ => join_all(claims.iter().map(|claim| self.release(claim))).await,
         };
         released.into_iter().map(|released| self.result_with_address(released)).collect()
@@ -456,8 +456,8 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
             BackendTable::Spring(table) => self.result_with_address(table.diagnose().await)?,
         };
         match &self.locks {
-            Locks::Row { rows, .. } => {
-                findings.extend(self.result_with_address(D::check_connection_limit(rows).await)?);
+            Locks::Row { table, .. } => {
+                findings.extend(self.result_with_address(D::check_connection_limit(table).await)?);
             }
             Locks::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
             Locks::Lease(_) | Locks::Session { .. } => {}
@@ -469,10 +469,10 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
 impl<D: SpringDialect> fmt::Debug for SqlBackend<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.locks {
-            Locks::Lease(rows) => f.debug_tuple("Lease").field(rows).finish(),
-            Locks::Session { rows, .. } => f.debug_tuple("Session").field(rows).finish(),
-            Locks::Row { rows, sessions } => {
-                f.debug_tuple("Row").field(rows).field(sessions).finish()
+            Locks::Lease(table) => f.debug_tuple("Lease").field(table).finish(),
+            Locks::Session { table, .. } => f.debug_tuple("Session").field(table).finish(),
+            Locks::Row { table, sessions } => {
+                f.debug_tuple("Row").field(table).field(sessions).finish()
             }
             Locks::Spring(spring) => f.debug_tuple("Spring").field(spring).finish(),
         }

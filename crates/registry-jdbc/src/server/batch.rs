@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use registry_core::{BackendError, BatchAttempt, Claim, Grant, Release};
 
 use super::dialect::{Dialect, LeaseStore as _, WakeupSource as _};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::statement::fencing_token;
 
 impl<D: Dialect> LeaseTable<D> {

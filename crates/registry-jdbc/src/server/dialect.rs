@@ -15,8 +15,8 @@ use registry_core::{
 };
 
 use super::config::ServerSettings;
-use super::lock_in::LockableRows;
-use super::rows::{LeaseTable, RowStatements};
+use super::lease_table::{LeaseTable, RowStatements};
+use super::lock_in::LockableTable;
 use super::spring::Generation;
 use super::spring_rows::{SpringLeaseTable, SpringStatements};
 use super::statement::corrupt;
@@ -141,7 +141,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Returns the result of an attempt that failed with `error`, because another transaction has
     /// locked the row. `position` is the [position](WakeupSource::position) before the attempt.
     fn attempt_on_locked_row(
-        rows: &LeaseTable<Self>,
+        table: &LeaseTable<Self>,
         claim: &Claim,
         position: u64,
         error: BackendError,
@@ -149,7 +149,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     /// Renews at most [`RENEWALS_MAX`](Self::RENEWALS_MAX) claims.
     fn renew(
-        rows: &LeaseTable<Self>,
+        table: &LeaseTable<Self>,
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
@@ -184,12 +184,12 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     /// Returns whether a transaction holds the key's lock.
     fn is_locked_by_transaction(
-        rows: &LeaseTable<Self>,
+        table: &LeaseTable<Self>,
         key: &Key,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     fn force_release(
-        rows: &LeaseTable<Self>,
+        table: &LeaseTable<Self>,
         key: &Key,
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 
@@ -212,13 +212,13 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Returns findings about row locks: the server permits too few connections for the configured
     /// number of row locks, or row locks have been held for too long.
     fn check_connection_limit(
-        rows: &LeaseTable<Self>,
+        table: &LeaseTable<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Locks the key for the caller's transaction, waiting at most until `deadline`. Returns `None`
     /// if the lock is still held at that time. The call has then not locked the key's row.
     fn lock_in(
-        rows: LockableRows<'_, Self>,
+        lockable: LockableTable<'_, Self>,
         connection: &mut Self::Connection,
         key: &Key,
         deadline: Deadline,

@@ -34,9 +34,9 @@ async fn fence<D: SpringDialect>(
         }
     }
     let statement = match &backend.locks {
-        Locks::Lease(rows) => rows.fence(claim, token),
-        Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
-            rows.fence_session_grant(claim, token)
+        Locks::Lease(table) => table.fence(claim, token),
+        Locks::Session { table, .. } | Locks::Row { table, .. } => {
+            table.fence_session_grant(claim, token)
         }
         Locks::Spring(spring) => spring.fence(claim, token),
     };

@@ -7,13 +7,13 @@ use sqlx::Transaction;
 
 use super::backend::{Locks, SqlBackend};
 use super::dialect::{Dialect, SpringDialect};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
-/// The rows of a registry whose locks a transaction can hold.
+/// The table of a registry whose locks a transaction can hold.
 #[derive(Debug)]
-pub(crate) struct LockableRows<'a, D: Dialect> {
-    pub(crate) rows: &'a LeaseTable<D>,
+pub(crate) struct LockableTable<'a, D: Dialect> {
+    pub(crate) table: &'a LeaseTable<D>,
     /// Whether each lock is also an advisory lock, which the transaction must acquire in addition
     /// to the row's lock.
     #[cfg_attr(
@@ -23,13 +23,13 @@ pub(crate) struct LockableRows<'a, D: Dialect> {
     pub(crate) has_session_locks: bool,
 }
 
-impl<D: Dialect> Clone for LockableRows<'_, D> {
+impl<D: Dialect> Clone for LockableTable<'_, D> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<D: Dialect> Copy for LockableRows<'_, D> {}
+impl<D: Dialect> Copy for LockableTable<'_, D> {}
 
 impl<D: SpringDialect> LockIn<D> for Registry {
     async fn try_lock_in_for(
@@ -38,8 +38,8 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let rows =
-            lockable_rows::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
+        let lockable =
+            lockable_table::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let deadline = Deadline::after(wait);
         // The first attempt neither waits nor joins the local queue. So an error of the transaction
@@ -47,10 +47,10 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         // holds the lock also succeeds at once. In the local queue, this call could wait for a
         // caller that waits for this transaction.
         let without_wait = Deadline::after(Duration::ZERO);
-        let first = D::lock_in(rows, transaction, &key, without_wait).await?;
+        let first = D::lock_in(lockable, transaction, &key, without_wait).await?;
         let token = match first {
             None if !wait.is_zero() => {
-                let locking = D::lock_in(rows, transaction, &key, deadline);
+                let locking = D::lock_in(lockable, transaction, &key, deadline);
                 self.with_local_permit(&key, wait, locking).await?
             }
             first => first,
@@ -59,12 +59,12 @@ impl<D: SpringDialect> LockIn<D> for Registry {
     }
 }
 
-fn lockable_rows<D: SpringDialect>(registry: &Registry) -> Option<LockableRows<'_, D>> {
+fn lockable_table<D: SpringDialect>(registry: &Registry) -> Option<LockableTable<'_, D>> {
     match &registry.backend::<SqlBackend<D>>()?.locks {
-        Locks::Lease(rows) => Some(LockableRows { rows, has_session_locks: false }),
-        Locks::Row { rows, .. } => Some(LockableRows { rows, has_session_locks: false }),
-        Locks::Session { rows, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
-            Some(LockableRows { rows, has_session_locks: true })
+        Locks::Lease(table) => Some(LockableTable { table, has_session_locks: false }),
+        Locks::Row { table, .. } => Some(LockableTable { table, has_session_locks: false }),
+        Locks::Session { table, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
+            Some(LockableTable { table, has_session_locks: true })
         }
         Locks::Session { .. } | Locks::Spring(_) => None,
     }

@@ -7,7 +7,7 @@ mod backend;
 mod dialect;
 // Leases, in the native tables and in the table of another program.
 mod store;
-mod rows;
+mod lease_table;
 mod records;
 mod batch;
 mod values;
@@ -50,7 +50,8 @@ pub use dialect::SqlServer;
 pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, WakeupSource};
 pub(crate) use encryption::EncryptedOptions;
 pub use encryption::Encryption;
-pub(crate) use lock_in::LockableRows;
+pub(crate) use lease_table::{HolderStatements, LeaseTable, RowStatements};
+pub(crate) use lock_in::LockableTable;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::AfterConnect;
 #[cfg(feature = "mysql")]
@@ -62,7 +63,6 @@ pub(crate) use records::RECORD_MARKER;
 pub(crate) use row_id::RowId;
 pub use row_lock_sessions::RowLocksExhausted;
 pub(crate) use row_lock_sessions::{RowLockConnections, RowLockPermit, RowLockSessions};
-pub(crate) use rows::{HolderStatements, LeaseTable, RowStatements};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};

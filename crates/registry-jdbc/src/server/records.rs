@@ -16,7 +16,7 @@ use registry_core::{
 use tokio::time::sleep;
 
 use super::dialect::{Dialect, WakeupSource as _};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::statement::{bytes, corrupt, decode_holder, fencing_token, maybe_number, number};
 use super::{ConnectionUse, Resend, Statement, Value, error};
 

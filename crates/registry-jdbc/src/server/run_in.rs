@@ -29,18 +29,18 @@ async fn write_record<D: SpringDialect>(
 ) -> Result<bool, FenceError> {
     let unsupported = || FenceError::unsupported(guard, D::DATABASE);
     let backend = guard.backend::<SqlBackend<D>>().ok_or_else(unsupported)?;
-    let (rows, text) = match &backend.locks {
-        Locks::Lease(rows) => (rows, rows.value_statements().write.clone()),
-        Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
-            (&**rows, rows.value_statements().write_in_session.clone())
+    let (table, text) = match &backend.locks {
+        Locks::Lease(table) => (table, table.value_statements().write.clone()),
+        Locks::Session { table, .. } | Locks::Row { table, .. } => {
+            (&**table, table.value_statements().write_in_session.clone())
         }
         Locks::Spring(_) => return Err(unsupported()),
     };
     let token = guard.fencing_token();
-    let write = rows.write_value_statement(&text, guard.claim(), token, &value);
+    let write = table.write_value_statement(&text, guard.claim(), token, &value);
     D::send_plain(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
     // Not every server returns the number of rows that plain text wrote, so read the value again.
-    let read = rows.read_value_statement(guard.claim().key());
+    let read = table.read_value_statement(guard.claim().key());
     let found = D::send_plain(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
     let Some(row) = found.first() else { return Ok(false) };
     let stored = D::number(row, 0).map_err(classify::<D>)?;

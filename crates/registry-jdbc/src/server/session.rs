@@ -29,7 +29,7 @@ use super::connection_actor::{
     self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
 };
 use super::dialect::{Dialect, ServerErrors as _, WakeupSource as _};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
 use super::{PURGE_AFTER_MIN, error};
 use crate::mutant::{Mutant, mutated};
@@ -41,10 +41,10 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
 
     /// Creates the protocol for locks in these rows.
     fn open(
-        rows: Arc<LeaseTable<Self::Database>>,
+        table: Arc<LeaseTable<Self::Database>>,
     ) -> impl Future<Output = Result<Self, BackendError>> + Send;
 
-    fn rows(&self) -> &LeaseTable<Self::Database>;
+    fn table(&self) -> &LeaseTable<Self::Database>;
 
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
@@ -100,13 +100,13 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     /// Returns the name of the lock on the server. The session never holds two keys with the same
     /// name at once.
     fn lock_name(&self, key: &Key) -> Vec<u8> {
-        self.rows().row_id(key).bytes().to_vec()
+        self.table().row_id(key).bytes().to_vec()
     }
 
     /// Waits until the lock may have been released after `position`. Polls if the server sends no
     /// notifications.
     fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send {
-        self.rows().wakeups.wait(self.rows().row_id(key), position)
+        self.table().wakeups.wait(self.table().row_id(key), position)
     }
 
     /// Closes the idle connections that [`recycle`](Self::recycle) has taken.
@@ -114,7 +114,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
 
     /// Returns the time limit for an answer.
     fn response_timeout(&self) -> Duration {
-        self.rows().store.settings().response_timeout
+        self.table().store.settings().response_timeout
     }
 }
 

@@ -11,7 +11,7 @@ use registry_core::{
 
 use super::backend::{BackendTable, Locks, SqlBackend};
 use super::dialect::{Dialect, SpringDialect};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::statement::{bytes, fencing_token, from_micros, maybe_number, number, one_row};
 use super::{ConnectionUse, Resend, Statement, StatementText, Value};
 
@@ -54,10 +54,10 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
                 let text = &table.statements().values.write;
                 table.write_value(text, claim, token, value).await
             }
-            Locks::Session { rows, session } => match session.ensure_row(claim).await {
+            Locks::Session { table, session } => match session.ensure_row(claim).await {
                 Ok(true) => {
-                    let text = &rows.statements().values.write_in_session;
-                    rows.write_value(text, claim, token, value).await
+                    let text = &table.statements().values.write_in_session;
+                    table.write_value(text, claim, token, value).await
                 }
                 Ok(false) => Ok(ValueWrite::NotHeld),
                 Err(error) => Err(error),
@@ -65,11 +65,11 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
             // The row keeps its claim after the end of the grant, so the renewal checks the
             // connection first. If the grant ends before the write, the next grant changes the row
             // before it begins.
-            Locks::Row { rows, sessions } => {
+            Locks::Row { table, sessions } => {
                 match sessions.renew(std::slice::from_ref(claim)).await.pop() {
                     Some(Ok(Renewal::Renewed(_))) => {
-                        let text = &rows.statements().values.write_in_session;
-                        rows.write_value(text, claim, token, value).await
+                        let text = &table.statements().values.write_in_session;
+                        table.write_value(text, claim, token, value).await
                     }
                     Some(Err(error)) => Err(error),
                     Some(Ok(Renewal::Gone)) | None => Ok(ValueWrite::NotHeld),

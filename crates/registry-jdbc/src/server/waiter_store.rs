@@ -7,7 +7,7 @@ use registry_core::{BackendError, Claim, ClaimMode, Key, WaiterStore, WaitingCla
 
 use super::backend::{BackendTable, SqlBackend};
 use super::dialect::{Dialect, SpringDialect, decode_key};
-use super::rows::LeaseTable;
+use super::lease_table::LeaseTable;
 use super::statement::{bytes, from_micros, micros, number};
 use super::{ConnectionUse, Resend, Statement, StatementText, Value, purge};
 

@@ -106,6 +106,7 @@ impl SqliteConfig {
     #[must_use]
     pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
         self.busy_timeout = busy_timeout;
+        self.busy_timeout_option = Some(busy_timeout);
         self
     }
 
@@ -209,6 +210,17 @@ mod tests {
         ] {
             assert_eq!(SqliteConfig::from_url(url).unwrap().path, Path::new(path), "{url}");
         }
+    }
+
+    #[test]
+    fn a_busy_timeout_has_precedence_over_the_limit_that_follows_from_a_time_limit() {
+        let seconds = Duration::from_secs;
+        let mut config = SqliteConfig::from_url("sqlite:locks.db").unwrap();
+        config.assign("timeout", "1200ms").unwrap();
+        assert_eq!(config.busy_timeout, seconds(1));
+        let mut config = config.with_busy_timeout(seconds(2));
+        config.assign("timeout", "1200ms").unwrap();
+        assert_eq!(config.busy_timeout, seconds(2));
     }
 
     #[test]

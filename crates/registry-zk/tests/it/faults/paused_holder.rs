@@ -77,13 +77,25 @@ fn a_holder_process() {
 
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Exclusive).await;
+}
+
+#[tokio::test]
+async fn a_paused_reader_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Shared).await;
+}
+
+#[tokio::test]
+async fn a_paused_permit_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let server = ZooKeeperServer::start().await.unwrap();
     let operator = operator(&server).await;
     let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
     operator.create(STOCK, b"", &persistent).await.unwrap();
     let read = async || String::from_utf8(operator.get_data(STOCK).await.unwrap().0).unwrap();
     let test = "faults::paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &server.url(), ClaimMode::Exclusive, LONG, read)
-        .await
-        .unwrap();
+    assert_a_paused_holder_cannot_write(test, &server.url(), mode, LONG, read).await.unwrap();
 }

@@ -7,7 +7,7 @@
 //! lock several keys. Processes also crash: their network fails permanently, their futures and
 //! guards are dropped, and new processes replace them.
 //!
-//! CheckCounts during a trial or at its end:
+//! Checks during a trial or at its end:
 //!
 //! - I1: tokens order all grants, and no stale write is accepted.
 //! - I2: two guards of one key are never valid at the same time, unless their modes and units

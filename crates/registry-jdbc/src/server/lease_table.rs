@@ -256,7 +256,7 @@ impl<D: Dialect> LeaseTable<D> {
             (Err(error), Some(lease_holders)) if D::is_missing_named_locks(&error) => {
                 self.store.query(lease_holders.select(key), [value]).await
             }
-            (rows, _) => rows,
+            (holders, _) => holders,
         }
     }
 }

@@ -1,16 +1,15 @@
-//! Runs seeded trials of the simulation (`lock_registry_tests::sim`), and checks that none violates
-//! a property. The long form, which `.ci/run` selects with `SIMULATION=long`, exceeds a million
-//! grants.
+//! Runs seeded trials of the simulation, and checks that none violates a property. The long form,
+//! which `.ci/run` selects with `SIMULATION=long`, exceeds a million grants.
 
 use std::env;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use lock_registry_tests::sim::{TrialModes, fault_profile, run};
+use lock_registry_simulation::{TrialModes, fault_profile, run};
 use registry_testkit::seed::{Seed, Seeds, replay};
 
 /// The numbers of trials in the short and the long form, and the number of grants of each trial.
 const SHORT: u64 = 200;
-const LONG: u64 = 1_200;
+const LONG: u64 = 600;
 const SHORT_OF_ALL_MODES: u64 = 60;
 const GRANTS: u64 = 900;
 
