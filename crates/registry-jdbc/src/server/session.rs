@@ -39,7 +39,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     type Database: Dialect;
     type Connection: Send;
 
-    /// Creates the protocol for locks in these rows.
+    /// Creates the protocol for locks in this table.
     fn open(
         table: Arc<LeaseTable<Self::Database>>,
     ) -> impl Future<Output = Result<Self, BackendError>> + Send;
