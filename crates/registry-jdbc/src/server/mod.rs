@@ -39,7 +39,7 @@ mod diagnose;
 // Errors of all servers.
 pub(crate) mod error;
 
-#[cfg(all(test, feature = "mysql"))]
+#[cfg(all(test, target_os = "linux", feature = "mysql", feature = "server-tests"))]
 pub(crate) use backend::BackendTable;
 pub(crate) use backend::capabilities;
 pub use backend::{SqlBackend, SqlMode};
