@@ -27,7 +27,7 @@ pub(crate) struct SqliteStore {
 
 impl SqliteStore {
     pub(crate) fn fresh() -> Self {
-        Self { folder: tempfile::tempdir().unwrap() }
+        Self { folder: registry_testkit::temp_folder().unwrap() }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
