@@ -1,6 +1,6 @@
 //! Guards and incomplete futures that are dropped outside a runtime, with a runtime that shuts
 //! down, after its end, and during a panic. No drop panics, and no key stays locked beyond its
-//! lease.
+//! lease. The tests watch the panics of the whole process, so they are in a binary of their own.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

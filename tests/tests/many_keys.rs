@@ -1,6 +1,5 @@
 //! A registry that has used a million keys needs no more memory than a new one. The test measures
-//! the memory of the whole process. cargo-nextest runs each test in its own process; with
-//! `cargo test`, other tests of this binary are measured too.
+//! the memory of the whole process, so it is in a binary of its own.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
