@@ -37,7 +37,7 @@ enum TestStore {
 
 impl TestStore {
     fn all() -> [Self; 2] {
-        [Self::Memory(MemoryBackend::new()), Self::Sqlite(registry_testkit::temp_folder().unwrap())]
+        [Self::Memory(MemoryBackend::new()), Self::Sqlite(tempfile::tempdir().unwrap())]
     }
 
     async fn backend(&self) -> Arc<dyn LockBackend> {

@@ -73,7 +73,6 @@ pub mod workload;
 // Seeds and replay of randomized tests.
 pub mod seed;
 
-mod temp_folder;
 mod eventually;
 #[cfg(unix)]
 mod retry;
@@ -85,7 +84,6 @@ pub use eventually::{PollResult, TimeoutError, eventually, within};
 pub use managed_server::{ManagedServer, ServerDescription, ServerProgram};
 #[cfg(unix)]
 pub use server_options::ServerOptions;
-pub use temp_folder::temp_folder;
 
 // The examples of the README are compiled and run.
 #[cfg(all(doctest, unix))]

@@ -58,7 +58,7 @@ macro_rules! swept {
             $($(#[doc = $doc])+
             #[tokio::test]
             async fn $scenario() {
-                let folder = registry_testkit::temp_folder().unwrap();
+                let folder = tempfile::tempdir().unwrap();
                 // Concurrent, because the environments spend most of their time waiting. Each has
                 // its own file.
                 stream::iter(super::environments::sqlite(&folder))

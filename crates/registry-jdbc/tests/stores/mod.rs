@@ -27,7 +27,7 @@ pub(crate) struct SqliteStore {
 
 impl SqliteStore {
     pub(crate) fn fresh() -> Self {
-        Self { folder: registry_testkit::temp_folder().unwrap() }
+        Self { folder: tempfile::tempdir().unwrap() }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
