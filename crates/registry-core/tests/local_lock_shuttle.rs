@@ -1,7 +1,8 @@
 //! Tests local locks under a model checker: each key has one local lock, one caller at a time has
 //! its local permit, and every waiter gets the permit.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
+//! `RUSTC_WORKSPACE_WRAPPER=$PWD/.ci/rustc-shuttle cargo test -p registry-core --test
+//! local_lock_shuttle`
 //!
 //! The code under test is the engine's own. At each [interleaving_point](../src/interleave.rs), the
 //! checker chooses the thread that continues. The store grants every claim, so that only the local

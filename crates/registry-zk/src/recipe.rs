@@ -728,7 +728,7 @@ const TRIES_MAX: u32 = 8;
 /// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have
 /// been deleted.
 const RELIST_AFTER_TIMEOUTS: u32 = 3;
-const RELIST_AFTER_MAX: Duration = Duration::from_secs(60);
+const RELIST_AFTER_MAX: Duration = Duration::from_secs(90);
 
 /// The minimum validity for a grant. A shorter validity would end before the holder could use the
 /// lock.

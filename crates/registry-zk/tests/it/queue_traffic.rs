@@ -242,30 +242,30 @@ async fn the_end_of_a_reader_wakes_no_claim_but_the_next_writer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second() {
+async fn two_thousand_idle_waiters_send_few_requests() {
     const WAITERS: usize = 2_000;
+    // A loaded machine does not respond to 2,000 simultaneous requests in time.
+    const CONCURRENT: usize = 100;
     const TIME: Duration = Duration::from_secs(30);
     let server = server().await;
     // The default session time-out. If wake-ups were not confirmed, the engine would poll four
     // times a second.
     let default_timeout = Duration::from_secs(30);
     let waiter = TestClient::open(&server, default_timeout).await;
-    // A loaded machine may take longer than a default lease to create all claims.
     let holder = TestClient::open(&server, SESSION).await;
     let keys: Vec<_> = (0..WAITERS).map(|number| format!("idle/{number}")).collect();
-    let acquire = async |client: &TestClient, key: &String| {
-        let options = LockOptions::new().wait(LONG * 10);
-        client.registry.obtain(key).lock_with(options).await.unwrap()
-    };
-    let guards = join_all(keys.iter().map(|key| acquire(&holder, key))).await;
+    let mut guards = Vec::new();
     let mut waiter_tasks = JoinSet::new();
-    for key in &keys {
-        let lock = waiter.registry.obtain(key);
-        waiter_tasks
-            .spawn(async move { lock.try_lock_with(LockOptions::new().wait(LONG * 10)).await });
+    for keys in keys.chunks(CONCURRENT) {
+        let held = keys.iter().map(async |key| holder.registry.obtain(key).lock().await.unwrap());
+        guards.extend(join_all(held).await);
+        for key in keys {
+            let lock = waiter.registry.obtain(key);
+            waiter_tasks.spawn(async move { lock.lock().await });
+        }
+        // One watch for each held lock and one for each waiter.
+        wait_for_watches(&server, (guards.len() + waiter_tasks.len()) as u64).await;
     }
-    // One watch for each held lock and one for each waiter.
-    wait_for_watches(&server, 2 * WAITERS as u64).await;
     // The pause between two polls grows with the time waited, so polls are frequent at first.
     sleep(TIME).await;
     let received = async || -> u64 {
@@ -280,11 +280,15 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     sleep(TIME).await;
     let (requests, elapsed) = (received().await - before, started_at.elapsed());
     println!("{requests} requests in {elapsed:?}, {} sessions", waiter.backend.session_ids().len());
-    assert!(requests < 100 * elapsed.as_secs(), "{requests} in {elapsed:?}");
+    // Each waiter lists its queue at most once in this time, with three requests, and each session
+    // sends at most ten other requests a second. On average, the lists are a third of this.
+    let sessions = waiter.backend.session_ids().len() as u64;
+    let limit = 3 * WAITERS as u64 + 10 * sessions * elapsed.as_secs();
+    assert!(requests < limit, "{requests} in {elapsed:?}, not fewer than {limit}");
     // The waiters are still woken.
     drop(guards);
     while let Some(result) = within(LONG, waiter_tasks.join_next()).await {
-        drop(result.unwrap().unwrap().unwrap());
+        drop(result.unwrap().unwrap());
     }
 }
 

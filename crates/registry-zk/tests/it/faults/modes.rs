@@ -21,15 +21,17 @@ use tokio::time::{interval, sleep};
 use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use super::support::{
-    LONG_SESSION, MINUTE_SESSION, backend, config, operator, registry, registry_over, secs,
+    LONG_SESSION, MINUTE_SESSION, backend, config, operator, registry, registry_over,
 };
 
 /// The lock's node.
 const LOCK: &str = "/lock-registry/default/k";
 const NO_NODES: [&str; 0] = [];
+/// So long that no lease ends during a test.
+const LEASE: Duration = LONG_SESSION.saturating_mul(3);
 
 fn claim(mode: ClaimMode) -> Claim {
-    Claim::new(Key::new("k").unwrap(), secs(5)).with_mode(mode)
+    Claim::new(Key::new("k").unwrap(), LEASE).with_mode(mode)
 }
 
 async fn grant(client: &ZkBackend, claim: &Claim) -> Grant {
@@ -378,7 +380,7 @@ async fn a_semaphore_refuses_too_many_units_before_it_creates_a_node() {
     let long_key = "k".repeat(2_000);
     for (key, take, units_max) in [("k", 1_001, 1_000..1_001), (&*long_key, 300, 200..300)] {
         let mode = ClaimMode::Permits { take, of: 2_000 };
-        let permits = Claim::new(Key::new(key).unwrap(), secs(5)).with_mode(mode);
+        let permits = Claim::new(Key::new(key).unwrap(), LEASE).with_mode(mode);
         let error = client.try_acquire(&permits).await.unwrap_err();
         assert!(error.refused() && !error.is_retryable(), "{error:?}");
         let source = error.source().unwrap().downcast_ref::<TooManyUnits>().unwrap();
