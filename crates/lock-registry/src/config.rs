@@ -129,7 +129,7 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets the pause between two attempts of a waiter, unless a notification ends it.
+    /// Sets the pause between two attempts of a waiter. A wake-up ends the pause early.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.replace("poll", format_time(poll));
         self

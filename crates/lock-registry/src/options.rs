@@ -31,8 +31,8 @@ static DEFAULT_ROWS: &[OptionRow] = &[
     OptionRow::new(
         "handoff",
         Values::Count { min: 0, max: RegistryBuilder::HANDOFF_MAX },
-        "`32`, and up to 64 within 20 ms of the grant",
-        "maximum consecutive hand-overs of a lock within this process; each hand-over reserves a token",
+        "64 in the first 20 ms after the grant, then 32",
+        "maximum consecutive hand-overs of a lock within this process; a grant reserves a token for each of them",
     ),
     OptionRow::new(
         "fair",
@@ -383,7 +383,7 @@ mod tests {
     mod with_all_stores {
         use super::*;
 
-        /// A value of each option that is not secret.
+        /// A value of each option that is not secret in all stores.
         const EXAMPLES: &[(&str, &str)] = &[
             ("namespace", "shop"),
             ("lease", "1m 30s"),
@@ -426,7 +426,7 @@ mod tests {
             ("cert", "client.pem"),
         ];
 
-        /// The options whose values are secret, or contain secrets.
+        /// The options whose values are secret, or contain secrets, in some store.
         const SECRETS: &[&str] =
             &["sentinel_user", "sentinel_password", "key", "listen", "acl", "auth"];
 

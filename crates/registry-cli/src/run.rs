@@ -393,7 +393,7 @@ impl Supervisor<'_> {
         self.request_termination(Signal::SIGTERM);
         // From here on, the watchdog acts only shortly before the end of the lease, or if this
         // process dies. It then sends SIGKILL directly after SIGTERM. An earlier second SIGTERM
-        // would make many programs end without draining.
+        // would make many programs end before they have completed their shutdown.
         self.watchdog.watch_group(self.running.group(), Duration::ZERO);
         self.watchdog.extend_lease(kill_after(self.guard.valid_for()));
         report_loss(self.output, self.guard.key(), LostReason::Expired);

@@ -77,8 +77,8 @@ impl Signals {
     }
 }
 
-/// Unblocks the signals of [`Signals::catch`] in this thread. The thread has inherited their mask,
-/// and the command must not inherit it.
+/// Unblocks the signals of [`Signals::catch`] in this thread. The thread has inherited the mask
+/// that blocks them, and the command must not inherit this mask.
 pub(crate) fn unblock() -> io::Result<()> {
     let mut blocked = SigSet::empty();
     CAUGHT.into_iter().chain([BLOCKED]).for_each(|signal| blocked.add(signal));

@@ -73,7 +73,8 @@ async fn show(
 ) -> io::Result<()> {
     // A stopped terminal blocks the drawing. The channel is then full, and the senders wait.
     let (updates, mut received) = mpsc::channel(UPDATES_MAX);
-    // Ends with the process: a thread that reads the terminal cannot be cancelled.
+    // This thread ends with the process, because a thread that reads the terminal cannot be
+    // cancelled.
     std::thread::spawn({
         let updates = updates.clone();
         move || {

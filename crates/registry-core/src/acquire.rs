@@ -380,7 +380,7 @@ impl Acquisition<'_> {
         PendingClaim::new(permit, claim, Arc::clone(self.claim_options))
     }
 
-    /// Continues an attempt that [`PendingClaim::send_all`] has sent, or sends it.
+    /// Continues an attempt. If [`PendingClaim::send_all`] has not sent it, sends it first.
     async fn attempt_in_batch(
         self,
         mut pending: PendingClaim,
@@ -692,9 +692,9 @@ pub(crate) async fn wait_for_attempt(
     if busy.is_queued && !engine.capabilities.fair {
         latest_attempt_at = latest_attempt_at.min(now.after(claim.lease() / 3));
     }
-    // A wake-up can be lost although the store confirmed that it would send it. A poll is therefore
-    // due when the wait for this holder is about twice as long as now. A lost wake-up thus at most
-    // about doubles the wait.
+    // A wake-up can be lost although the store confirmed that it would send it. The next poll is
+    // therefore due when the time since `holder_changed_at` has about doubled, and after about
+    // `CONFIRMED_POLL_MAX` at the latest. A lost wake-up thus at most about doubles the wait.
     let recheck_at = now
         .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
         .min(latest_attempt_at);
@@ -779,8 +779,8 @@ enum FirstAttempt {
 pub(crate) enum WokenBy {
     /// A wake-up from the store.
     Store,
-    /// The poll interval, the end of the holder's lease, the deadline, or the time at which a claim
-    /// must repeat its attempt to keep its place in the queue.
+    /// The poll interval, the end of the holder's lease, or the deadline. Also the time at which a
+    /// claim must repeat its attempt to keep its place in the queue.
     Timer,
 }
 
@@ -811,8 +811,8 @@ impl WakeRateLimiter {
             self.wake_ups_left = wake_ups_left;
             return Duration::ZERO;
         }
-        // The pause would add one wake-up. This wake-up uses it, so the next refill begins after
-        // the pause.
+        // During the pause, the bucket would gain one token, which this wake-up uses. The next
+        // refill therefore begins after the pause.
         self.refilled_at = now.after(WAKE_INTERVAL_MIN);
         WAKE_INTERVAL_MIN
     }

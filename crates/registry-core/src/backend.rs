@@ -28,13 +28,15 @@ use crate::waiting_list::WaiterStore;
 /// This trait is the interface between backends and the engine. Applications do not call it. The
 /// conformance suite tests each clause.
 ///
-/// 1. A claim that is already granted is granted again, with the same token. The response to its
-///    first request may have been lost.
+/// 1. If a granted claim is requested again, it is granted again, with the same token. The response
+///    to its first request may have been lost.
 /// 2. [`release`](Self::release) needs only the claim and may be repeated any number of times. It
 ///    never affects another claim's grant. If the release of a claim may have reached the store
 ///    before its acquire request, the engine repeats the release.
 /// 3. [`renew`](Self::renew) never restores a grant that has ended, and never shortens a lease.
-/// 4. Only the store's clock expires a grant.
+/// 4. The store ends a grant when its lease is over, without a request from the engine. If a
+///    session holds the grant and outlasts the lease, the backend releases the grant at the end of
+///    the lease.
 /// 5. Every grant has a token. The tokens of one key only grow: across clients, expiry, release,
 ///    restart and failover. A store that cannot promise this declares so in
 ///    [`Capabilities::fencing`].
@@ -80,7 +82,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns the shard of the store in which `claim` lives. The default is one shard.
+    /// Returns the shard of the store that contains `claim`. The default is one shard.
     ///
     /// Claims of different shards are never renewed in one call, so that a failed shard delays no
     /// other. Must not block.
@@ -136,8 +138,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Need not be cancel safe.
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError>;
 
-    /// Waits until the lock that was `busy` may be free. May return early or never, because the
-    /// engine also polls. The default never returns.
+    /// Waits until the lock may be free. `busy` is the response to the last attempt. May return
+    /// early or never, because the engine also polls. The default never returns.
     ///
     /// This call must not miss a change since the `busy` response; [`Busy::seen_version`] and
     /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, the future returns or
@@ -190,9 +192,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Closes connections. A registry calls this once when it is closed. All its releases then have
-    /// a response, or the time limit of the close is over. A registry that is only dropped does not
-    /// call it. The default does nothing.
+    /// Closes connections. A registry calls this once when it is closed. By then, all its releases
+    /// have a response, or the time limit of the close is over. A registry that is only dropped
+    /// does not call it. The default does nothing.
     ///
     /// This returns no error. Claims that remain after a failed close end with their leases.
     ///
@@ -605,8 +607,9 @@ pub struct Busy {
     pub is_queued: bool,
     /// The number of units that the held permits state, if the claim states another number.
     pub units_in_store: Option<u32>,
-    /// The version of the record that the backend read, in a format of its own.
-    /// [`LockBackend::wait`] compares it to detect later changes.
+    /// Identifies the state of the key at the time of the attempt, in a format of the backend: a
+    /// version of the record, or the number of a notification. [`LockBackend::wait`] compares it to
+    /// detect later changes.
     pub seen_version: u64,
     #[cfg_attr(feature = "serde", serde(skip))]
     wake_check: WakeCheckRef,
@@ -687,12 +690,13 @@ pub trait WakeCheck: Send + Sync {
     /// [`wait`](LockBackend::wait) of `claim` return.
     ///
     /// The engine calls this at each poll interval while that `wait` runs. If the result is true,
-    /// it skips the poll. It polls again at the deadline, when the holder's lease ends, when the
-    /// wait has about doubled, or after about 30 s, whichever comes first.
+    /// it skips the poll. It polls again at the deadline, when the holder's lease ends, or when the
+    /// claim must repeat its attempt to keep its place in the queue. It also polls when the wait
+    /// has about doubled, and with the default poll interval after 38 s at the latest.
     ///
     /// Return true only if the server has confirmed the subscription and its connection has
-    /// responded recently. No message since the `busy` response may have been missed. Must not
-    /// block.
+    /// responded recently. Return false if a message since the `busy` response may have been lost.
+    /// Must not block.
     fn confirms_wake_ups(&self, claim: &Claim, busy: &Busy) -> bool;
 }
 

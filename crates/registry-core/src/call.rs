@@ -26,8 +26,8 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
     }
 }
 
-/// Splits a call for several claims into `parts` calls, one for each claim. Each part
-/// drives the whole call, so one part completes even if the others are dropped.
+/// Splits a call for several claims into one call for each claim. `parts` is the number of claims.
+/// Each part drives the whole call, so one part completes even if the others are dropped.
 ///
 /// `missing` returns the response for a claim that has none in the backend's result.
 pub(crate) fn split_by_claim<T>(

@@ -1,5 +1,5 @@
-//! The functions and promises of a store, as data. Callers can require capabilities, `doctor`
-//! prints them, and they select the tests of a store.
+//! The functions and promises of a store, as data. Callers can require capabilities, `lockreg
+//! doctor` prints them, and they select the tests of a store.
 
 use std::fmt;
 use std::time::Duration;

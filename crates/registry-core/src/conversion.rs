@@ -103,8 +103,8 @@ impl Conversion {
         use ClaimMode::{Exclusive, Shared, Upgradable};
         let from = guard.mode();
         let engine = guard.hold().grant().engine();
-        // Only a store with upgradable claims converts claims. A store with shared claims may have
-        // no upgradable ones, and then converts none.
+        // A store converts claims only if it has upgradable claims. This also applies to a
+        // downgrade from exclusive to shared.
         engine.require_mode(Upgradable)?;
         engine.require_mode(to)?;
         let problem = match (from, to) {

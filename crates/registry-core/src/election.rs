@@ -237,8 +237,8 @@ impl Election {
 
     /// Campaigns until this candidate leads, runs `work` for one term, and steps down. Returns the
     /// output of `work`. Returns `None` if `work` was dropped because it did not end in time after
-    /// [`step_down`](Self::step_down) or while the registry closed, and if `step_down` was called
-    /// during the campaign, so that `work` did not start.
+    /// [`step_down`](Self::step_down) or while the registry closed. Also returns `None` if
+    /// `step_down` was called during the campaign; `work` does not start then.
     ///
     /// # Errors
     /// As [`DistributedLock::lock`], [`DistributedLock::value`] and [`LockGuard::set_value`].
@@ -287,8 +287,9 @@ impl Election {
             }
         };
         if output.is_ok() {
-            // Without the record, observers detect the vacancy because the lock has no holder. The
-            // engine emits a failed release as an event, and repeats it.
+            // If this write fails, observers detect the vacancy because the lock has no holder,
+            // unless the store cannot report holders. The engine emits a failed release as an
+            // event, and repeats it.
             _ = guard.set_value(vacant_record.to_bytes()).await;
             _ = guard.unlock().await;
         }

@@ -1,5 +1,6 @@
-//! Errors, classified by what the caller can do about them. That another client holds a lock is
-//! returned as a value, `Ok(None)`, and as an error only by [`LockError::WaitElapsed`].
+//! Errors, classified by what the caller can do about them. If the lock is held, most methods
+//! report this as the value `Ok(None)`. Only methods that must return a guard report it as an
+//! error, [`LockError::WaitElapsed`].
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -321,7 +322,7 @@ struct BackendErrorParts {
 #[non_exhaustive]
 pub enum BackendErrorKind {
     /// May resolve itself: lost connection, time-out, failover, deadlock, lock wait. The engine
-    /// retries until the deadline.
+    /// retries an acquisition until its deadline, or without one for the length of a lease.
     Transient,
     /// The store rejects this client: wrong password, missing grant, read-only file.
     Denied,
@@ -509,7 +510,7 @@ impl StdError for BackendError {
 
 /// Why a registry could not be opened.
 ///
-/// `Display` shows one sentence, for a store that could not be opened:
+/// `Display` shows one sentence. For a store that could not be opened, it is
 /// `opening the STORE store at HOST:PORT failed: CAUSE; HINT`.
 #[derive(Debug, Clone)]
 #[non_exhaustive]

@@ -1,8 +1,8 @@
 //! Fairness between processes on a store without a queue.
 //!
 //! A release wakes all waiting processes at once. Without this module, the process with the
-//! shortest round trip would acquire the key every time. The releasing process needs no round trip
-//! at all to learn of the release. A process that polls would hardly ever find the key free. The
+//! shortest round trip would acquire the key every time. The releasing process detects its own
+//! release without a round trip. A process that polls would hardly ever find the key free. The
 //! engine therefore limits the share of the time for which one process holds a key.
 //!
 //! A *turn* of a process lasts from its first attempt to the release of its claim. A process
@@ -67,8 +67,9 @@ struct FairnessLimits {
 /// on to the next turn.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Contention {
-    /// The process has met another holder. [`Fairness::on_grant`] resets this flag after
-    /// consecutive pauses after which the process met no other holder.
+    /// The process has met another holder. [`Fairness::on_grant`] resets this flag once the process
+    /// has met no other holder after two or more consecutive pauses, the last of at least half of
+    /// [`FairnessLimits::pause_max`].
     contended: bool,
     /// The number of other holders that the process usually meets in a turn.
     usual_holders: u32,

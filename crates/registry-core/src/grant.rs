@@ -29,8 +29,8 @@ use crate::mutant::{Mutant, mutated};
 use crate::observed::{ObservedHolds, ObservedRelease};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
-use crate::release::{PendingRelease, PermitUntilReleased, release_in_background};
-use crate::schedule::{LastScheduleKey, Renewable, RenewerAction, ScheduleKey};
+use crate::release::{PendingRelease, ReleasePermit, possible_grants, release_in_background};
+use crate::schedule::{EntryId, LatestEntryId, Renewable, RenewerAction};
 
 /// The parts of a pending claim that the active grant takes over.
 pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<ClaimOptions>);
@@ -78,7 +78,7 @@ struct GrantState {
     /// The local permit of an exclusive grant in the phase `Held`. `None` for other modes, and for
     /// a grant that was converted to exclusive.
     permit: Option<LocalPermit>,
-    timer: Option<ScheduleKey>,
+    timer: Option<EntryId>,
     /// The number of tokens of the claim's [`token_block`](Claim::token_block) that were used after
     /// `first_token`. Each hand-over and each reader that joins uses one.
     extra_tokens_used: u32,
@@ -349,10 +349,9 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns how many grants [`release_late_grants`](crate::release) has to find after the
-    /// release: `unknown_attempts + 1`, or 0 if no attempt has an unknown outcome.
-    pub(crate) fn grants_to_find(&self) -> u32 {
-        if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
+    /// Returns [`possible_grants`](crate::release::possible_grants) of this claim.
+    pub(crate) fn possible_grants(&self) -> u32 {
+        possible_grants(self.unknown_attempts)
     }
 
     /// Returns the reason if the claim is lost. If the lease has run out unnoticed, this first ends
@@ -440,14 +439,14 @@ impl ActiveGrant {
         };
         drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let grants_to_find = self.grants_to_find();
-        if reason != LostReason::Gone || grants_to_find > 0 {
+        let possible_grants = self.possible_grants();
+        if reason != LostReason::Gone || possible_grants > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
-                permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
+                permit: permit_to_pass_after_release.map(LocalPermit::into_release_permit),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                grants_to_find,
+                possible_grants,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
@@ -683,8 +682,8 @@ impl Renewable for ActiveGrant {
         &self.claim
     }
 
-    fn last_schedule_key(&self) -> &LastScheduleKey {
-        &self.local_lock.last_schedule_key
+    fn latest_entry_id(&self) -> &LatestEntryId {
+        &self.local_lock.latest_entry_id
     }
 
     fn lose(self: Arc<Self>, reason: LostReason) -> bool {
@@ -701,7 +700,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn begin_due_action(self: Arc<Self>, timer: ScheduleKey, now: Moment) -> RenewerAction {
+    fn begin_due_action(self: Arc<Self>, timer: EntryId, now: Moment) -> RenewerAction {
         let mut state = self.state();
         if state.timer != Some(timer) {
             // The claim has been rescheduled since.
@@ -819,7 +818,8 @@ impl EndingGrant {
     /// lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let grant = self.grant.take()?;
-        // Without the permit, another local caller competes in the store.
+        // If this grant has no permit, another local caller may have the permit and compete in the
+        // store.
         let handed_over = self.permit.is_some()
             && grant
                 .local_lock
@@ -840,8 +840,8 @@ impl EndingGrant {
     }
 
     /// Takes the local permit. Its drop passes it to the next local caller.
-    pub(crate) fn take_permit(&mut self) -> Option<Box<dyn PermitUntilReleased>> {
-        self.permit.take().map(LocalPermit::into_permit_until_released)
+    pub(crate) fn take_permit(&mut self) -> Option<Box<dyn ReleasePermit>> {
+        self.permit.take().map(LocalPermit::into_release_permit)
     }
 
     /// Records that the claim does not hold the key any more.

@@ -97,7 +97,7 @@ impl LockGuard {
     }
 
     /// Waits until the lock is lost and returns the reason. Never resolves if the lock is released
-    /// while it is held.
+    /// before a loss.
     ///
     /// The future does not borrow the guard, so another task can await it. It reports a loss even
     /// if it is first polled after the guard is dropped. Without a renewal, it resolves at
@@ -195,10 +195,10 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
     /// [`LockError::Backend`] if the store did not confirm the release in time. The background
-    /// releaser retries a release that may still succeed. If it does not, the lease ends the lock.
-    /// Some stores cannot free a key while a fenced transaction is open. For these, `unlock`
-    /// returns [`LockError::Backend`] at once, and the background releaser frees the key after the
-    /// transaction.
+    /// releaser retries a release that may still succeed. If no retry succeeds, the lock ends with
+    /// its lease. Some stores cannot free a key while a fenced transaction is open. For these,
+    /// `unlock` returns [`LockError::Backend`] at once, and the background releaser frees the key
+    /// after the transaction.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
@@ -228,8 +228,9 @@ impl LockGuard {
     ///
     /// After a hand-over, two local holders have the same claim one after the other. A store cannot
     /// distinguish their writes, so an open write of the first holder could take effect after a
-    /// write of the second. After this call, the claim is released in the store, and the next local
-    /// caller acquires a new claim. The exclusion lasts until then, even if the write is dropped.
+    /// write of the second. After this call, the end of the hold releases the claim in the store,
+    /// and the next local caller acquires a new claim. The exclusion lasts until that release, even
+    /// if the write is dropped.
     ///
     /// A backend calls this before it sends the first request of the write.
     ///
@@ -297,8 +298,9 @@ impl Drop for LockGuard {
     }
 }
 
-/// Releases the locks of all guards, with one request if the store has a batch. Returns the first
-/// error, if any.
+/// Releases the locks of all guards. If the store has a batch, one request releases all claims that
+/// can join the batch. These claims are exclusive, not fenced, and in the shard of the first of
+/// them, and their `min_hold` is over. Returns the first error, if any.
 ///
 /// # Cancel safety
 /// As [`LockGuard::unlock`].
@@ -399,7 +401,7 @@ async fn finish_release(
     background: &BackgroundReleaser,
 ) -> Result<(), LockError> {
     if let Ok(Ok(Release::Freed)) = sent
-        && ending.grant().grants_to_find() == 0
+        && ending.grant().possible_grants() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -543,7 +545,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        grants_to_find: grant.grants_to_find(),
+        possible_grants: grant.possible_grants(),
         in_flight: context.in_flight,
         blocked_error_sender: context.blocked_error_sender,
     })

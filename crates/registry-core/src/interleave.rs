@@ -5,8 +5,8 @@
 //! own mutex. [`interleaving_point`] marks the other places where threads interact.
 //!
 //! No such point may be inside an access to the table of local locks, or while a std mutex is
-//! locked. Shuttle does not know these locks. It would switch to a thread that then blocks on such
-//! a lock forever.
+//! locked. Shuttle does not control these locks. It would switch to a thread that then blocks on
+//! such a lock forever.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard};

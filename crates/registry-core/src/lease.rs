@@ -53,7 +53,7 @@ pub(crate) struct Lease {
     /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
     /// How often the interval between verifications has doubled. Reset when an invalidation arrives
-    /// after the end of `pause`.
+    /// while no verification is needed and `pause` allows a request.
     interval_doublings: u32,
     verification: Verification,
     /// The time of one verification that is sent even without an invalidation. `FUTURE` if the
@@ -66,7 +66,7 @@ pub(crate) struct Lease {
     /// The time at which the lease renewer sent its last request.
     last_sent_at: Moment,
     /// The lease renewer sends no request during this pause. A pause follows each request, each
-    /// response and each failure.
+    /// confirmation in response to the last request, and each failure.
     pause: Pause,
 }
 

@@ -3,8 +3,10 @@
 //!
 //! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`])
 //! may compete for the key in the store. Dropping the permit passes it to the next caller in the
-//! queue. A local lock lives as long as a handle, guard or waiter of its key.
-//! [`acquire`](crate::acquire), releases and hand-overs call this module.
+//! queue. A caller that does not wait, and whose claim is not exclusive, may compete at the same
+//! time with an extra permit. Dropping an extra permit passes it to no caller. A local lock lives
+//! as long as a handle, guard or waiter of its key. [`acquire`](crate::acquire), releases and
+//! hand-overs call this module.
 //!
 //! A grant ([`ActiveGrant`]) belongs to this process. A hold ([`Hold`]) is the use of a grant by
 //! one holder. Only a shared grant can have several holds. Each hold has one or more guards.
@@ -31,8 +33,8 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::panic_safe::wake;
-use crate::release::PermitUntilReleased;
-use crate::schedule::LastScheduleKey;
+use crate::release::ReleasePermit;
+use crate::schedule::LatestEntryId;
 use crate::stall_detector::StallCheck;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
@@ -168,9 +170,9 @@ pub(crate) struct LocalLock {
     /// The number of invalidations of this key. An acquisition compares this number before and
     /// after its request.
     epoch: AtomicU32,
-    /// The last entry of this key in the schedule. The lease renewer finds the active grant through
-    /// this entry.
-    pub(crate) last_schedule_key: LastScheduleKey,
+    /// The latest entry of this key in the schedule. The lease renewer finds the active grant
+    /// through this entry.
+    pub(crate) latest_entry_id: LatestEntryId,
 }
 
 #[derive(Default)]
@@ -219,14 +221,15 @@ struct LocalWaiter {
 struct SentAdmission {
     channel: Arc<AdmissionChannel>,
     /// The time within which the waiter must be polled and so receive the admission. It starts at
-    /// `first_checked_at`. After it, the stall check passes the admission to the next waiter.
+    /// `first_checked_at`. After it, the stall check drops the admission, which passes a permit to
+    /// the next waiter.
     unpolled_max: Duration,
     /// The time of the first stall check after the admission was sent.
     first_checked_at: Option<Moment>,
 }
 
 impl SentAdmission {
-    /// Returns whether the admission is overdue. The first call begins the time.
+    /// Returns whether the admission is overdue. The first call starts the timer.
     fn check_overdue(&mut self, now: Moment) -> bool {
         let first_checked_at = *self.first_checked_at.get_or_insert(now);
         now.since(first_checked_at) >= self.unpolled_max
@@ -267,7 +270,7 @@ impl AdmissionChannel {
         let mut state = self.state();
         let ChannelState::Pending(waker) = &mut *state else {
             drop(state);
-            // The waiter is gone. The drop of an admission passes it to the next waiter.
+            // The waiter is gone. The drop of an admission passes its permit to the next waiter.
             drop(result);
             return;
         };
@@ -301,7 +304,7 @@ impl AdmissionChannel {
         }
     }
 
-    /// Takes back an admission that the waiter has not received, and passes it to the next waiter.
+    /// Drops an admission that the waiter has not received. A permit passes to the next waiter.
     fn revoke(&self) {
         let mut state = self.state();
         if matches!(*state, ChannelState::Sent(_)) {
@@ -311,7 +314,7 @@ impl AdmissionChannel {
         }
     }
 
-    /// Records that the waiter is gone. An admission that it has not received passes to the next
+    /// Records that the waiter is gone. A permit that it has not received passes to the next
     /// waiter.
     fn cancel(&self) {
         let before = std::mem::replace(&mut *self.state(), ChannelState::Done);
@@ -366,7 +369,7 @@ impl LocalLock {
             has_waiters: false.into(),
             has_store_error: false.into(),
             epoch: 0.into(),
-            last_schedule_key: LastScheduleKey::default(),
+            latest_entry_id: LatestEntryId::default(),
         }
     }
 
@@ -582,15 +585,17 @@ impl LocalLock {
         self.wait_queue().joinable_grant = Arc::downgrade(grant);
     }
 
-    /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
+    /// Lets the readers at the front of the queue join the current shared grant, if possible. Then
+    /// passes the local permit to the first remaining waiter.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // An exclusive hold may outlast this permit. A grant that was converted to exclusive has no
-        // permit, so the permit that passes on here belonged to another caller.
+        // The exclusive hold may still be active. A grant that was upgraded to exclusive has no
+        // local permit, so the permit that passes on here was another caller's.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
-        // The next caller sends its own request to the store.
+        // The error belongs to a request of the previous caller. The next caller sends its own
+        // request.
         wait_queue.clear_store_error(&self.has_store_error);
         let joined = wait_queue.join_first_waiters(&self.engine);
         let next = if mutated(Mutant::WrongWaiterAdmitted) {
@@ -839,7 +844,7 @@ impl LocalPermit {
         self.local_lock.as_ref().expect("a permit has its local lock until it is dropped")
     }
 
-    pub(crate) fn into_permit_until_released(self) -> Box<dyn PermitUntilReleased> {
+    pub(crate) fn into_release_permit(self) -> Box<dyn ReleasePermit> {
         Box::new(self)
     }
 
@@ -856,7 +861,7 @@ impl LocalPermit {
     }
 }
 
-impl PermitUntilReleased for LocalPermit {
+impl ReleasePermit for LocalPermit {
     fn record_error(&self, error: &BackendError) {
         self.local_lock().record_store_error(error);
     }
@@ -875,8 +880,8 @@ impl Drop for LocalPermit {
     }
 }
 
-/// A place in the wait queue. Its drop removes the waiter from the queue. An admission that was
-/// sent but not received passes to the next waiter.
+/// A place in the wait queue. Its drop removes the waiter from the queue. A permit that was sent
+/// but not received passes to the next waiter.
 struct WaiterGuard<'a> {
     local_lock: &'a LocalLock,
     /// `None` once the waiter is not in the queue any more.

@@ -199,8 +199,8 @@ impl MultiLock {
             };
             if rounds > 0 {
                 // Two callers may have made each other's attempts fail. The random pause makes them
-                // retry at different times. During a longer pause, other callers would overtake
-                // this caller repeatedly.
+                // retry at different times. The pause is limited: during a longer one, other
+                // callers would overtake this caller repeatedly.
                 let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
                 sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
@@ -216,8 +216,9 @@ impl MultiLock {
         }
     }
 
-    /// Tries to acquire all keys that are not in `guards`, with one request if the store has a
-    /// batch. Adds the new guards to `guards`. Returns a key that was busy, if there is one.
+    /// Tries to acquire all keys that are not in `guards`. Keys of one registry share a request if
+    /// the store has a batch and their claims are in one shard. Adds the new guards to `guards`.
+    /// Returns a key that was busy, if there is one.
     async fn try_missing_keys(
         &self,
         options: &LockOptions,

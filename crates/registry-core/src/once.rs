@@ -376,7 +376,7 @@ impl ScheduledJob {
             return Ok(Checked::Done(record));
         }
         let is_period = matches!(self.schedule, Schedule::Every(_));
-        // The ticks between the last completed one and the current one.
+        // The last completed and the current tick, if the ticks between them count as missed.
         let (done, current) = match (&record.tick, &newest) {
             (Tick::Number(done), Tick::Number(current)) => (*done, *current),
             (Tick::Time(done), Tick::Time(current)) if is_period => (*done, *current),

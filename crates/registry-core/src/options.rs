@@ -47,8 +47,8 @@ impl LockOptions {
     /// Sets the maximum wait, for the local queue and the store together. A wait of more than 366
     /// days, such as [`Duration::MAX`], has no limit.
     ///
-    /// A wait of zero still sends one request to the store, unless another caller of this process
-    /// holds the lock or is acquiring it.
+    /// A wait of zero still allows one request to the store. An exclusive acquisition sends none if
+    /// another caller of this process holds the lock or is acquiring it.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = Some(wait);
         self
@@ -179,7 +179,7 @@ impl HandOverLimits {
     }
 
     /// Returns whether another hand-over is allowed, after `hand_overs` hand-overs and `held_for`
-    /// after the grant. `contended` means that other processes want the key.
+    /// after the grant. `contended` means that other processes compete for the key.
     pub(crate) fn allow_another(
         self,
         hand_overs: u32,

@@ -25,7 +25,7 @@ use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::panic_safe::{catch_panic, discard_panic};
-use crate::release::{PendingRelease, release_claim, release_in_background};
+use crate::release::{PendingRelease, possible_grants, release_claim, release_in_background};
 use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
@@ -39,7 +39,8 @@ pub(crate) enum AttemptOutcome {
     Unknown,
 }
 
-/// A claim that competes for a key in the store. A registry has at most one per key.
+/// A claim that competes for a key in the store. Each has a local permit. A registry therefore has
+/// at most one per key, besides those with an extra permit.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     /// Present until a grant is confirmed or this value is dropped.
@@ -90,11 +91,12 @@ impl PendingClaim {
     /// Sends one request to the store and polls it once. Returns `None` if the store has not
     /// responded yet; [`response`](Self::response) then waits for the response.
     ///
-    /// The in-process store responds at once, so its callers need no timer and no suspension.
+    /// The in-process store responds at once, so its callers set no timer and create no
+    /// [`Suspension`].
     ///
-    /// A backend must not repeat the request by itself, because the engine counts one attempt per
-    /// call. If the first request reached the store after the release, the store would grant the
-    /// claim again. The engine would not release this grant.
+    /// A backend sends one request per call, and the engine counts one attempt per call. If a
+    /// backend repeated the request, the first one could arrive after the release and be granted.
+    /// The engine would not release that grant.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Read before the request is sent. The store's lease starts at an unknown time between
         // request and response. If the lease counted from the response, the engine would trust a
@@ -159,8 +161,9 @@ impl PendingClaim {
     /// Returns `outcome` if [`send`](Self::send) returned one. Otherwise waits for the response for
     /// at most the operation time-out.
     ///
-    /// If the connection broke while it was idle, repeats the request once. After `send`, the
-    /// caller must poll this future for the first time within the same poll of its task.
+    /// If the connection broke while it was idle, repeats the request once. Must be awaited
+    /// directly after `send`: the first poll here does not poll the request, which `send` has just
+    /// polled. A later first poll could lose a wake-up.
     ///
     /// # Errors
     /// [`Abandoned`] if the future was not polled for the length of a lease.
@@ -247,13 +250,13 @@ impl PendingClaim {
             let engine = Arc::clone(permit.local_lock().engine());
             let fresh_claim = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
-                grants_to_find: self.unknown_attempts + 1,
+                possible_grants: possible_grants(self.unknown_attempts),
                 ..PendingRelease::new(engine, claim)
             });
             Box::new(Self::new(permit, fresh_claim, options))
         });
-        // The old claim stops counting only after the grant or the new claim counts, so that
-        // `close` always counts this caller.
+        // Decremented only after the grant or the new claim was counted, so that `close` never
+        // misses this caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
             Err(replacement) => replacement.engine().pending_claims.leave(),
@@ -290,15 +293,15 @@ impl PendingClaim {
             let background = engine.background.clone();
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
-                permit: permit.map(LocalPermit::into_permit_until_released),
-                grants_to_find: unknown_attempts,
+                permit: permit.map(LocalPermit::into_release_permit),
+                possible_grants: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
-                permit: permit.map(LocalPermit::into_permit_until_released),
-                grants_to_find: unknown_attempts,
+                permit: permit.map(LocalPermit::into_release_permit),
+                possible_grants: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             });
         }
@@ -391,21 +394,23 @@ async fn finish_and_release(
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match response.unwrap_or_else(panic_to_error) {
-        // Without a queue entry and without earlier attempts with an unknown outcome, the store has
-        // nothing to release.
+        // If the claim has no queue entry and no attempt with an unknown outcome, there is nothing
+        // to release.
         Ok(Attempt::Busy(busy))
-            if pending_release.grants_to_find == 0 && !queued && !busy.is_queued =>
+            if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
         {
             return;
         }
-        Err(error) if error.refused() && pending_release.grants_to_find == 0 && !queued => return,
-        // Each earlier attempt with an unknown outcome may cause another grant after the release
-        // of this grant.
-        Ok(Attempt::Granted(_)) if pending_release.grants_to_find > 0 => {
-            pending_release.grants_to_find += 1
+        Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
+        // Counts this grant too. It and the grants that the unknown attempts may still cause must
+        // all be released.
+        Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
+            pending_release.possible_grants += 1
         }
         Ok(_) => {}
-        Err(_) => pending_release.grants_to_find += 1,
+        // The request had no effect. Only the queue entry must be released.
+        Err(error) if error.refused() => {}
+        Err(_) => pending_release.possible_grants += 1,
     }
     release_claim(pending_release).await;
 }

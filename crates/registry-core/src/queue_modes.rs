@@ -28,8 +28,8 @@ pub enum QueuedEntry {
 pub enum QueuePosition {
     /// The claim holds the key.
     Granted,
-    /// The claim waits. The last entry that blocks it has this index, and blocks it until that
-    /// entry is removed or changes its mode.
+    /// The claim waits. The entry with this index is the last one that blocks it. The entry blocks
+    /// the claim until the entry is removed or changes its mode.
     Behind(usize),
     /// The claim waits for units. The removal of any entry before it may free enough.
     TooFewUnits,

@@ -428,8 +428,8 @@ impl LockRecord {
         let is_late = claim.token_before_conversion().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
-            // The conversion is late: the grant was upgraded after it was sent, and the holder
-            // relies on the upgrade.
+            // This request is late: the grant was upgraded after the request was sent, and the
+            // holder relies on the upgrade.
             _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}

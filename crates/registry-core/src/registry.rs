@@ -647,8 +647,8 @@ fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
 async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
     let limit = engine.defaults.operation_timeout;
     if let Some(renewer) = renewer {
-        // The renewer completes its calls first, so that the backend is closed during a call only
-        // after the time limit.
+        // The renewer completes its calls before it ends. The backend is therefore closed during a
+        // call only if the call outlasts `limit`.
         let _ = within(limit, renewer).await;
     }
     engine.close_backend().response_within(limit).await;

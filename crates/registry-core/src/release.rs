@@ -18,7 +18,7 @@ use crate::mutant::{Mutant, mutated};
 /// the permit to the next local caller.
 ///
 /// This is a trait because `local_lock` depends on this module.
-pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
+pub(crate) trait ReleasePermit: fmt::Debug + Send {
     /// Records a store error, which the callers that wait for the permit return at their deadline.
     fn record_error(&self, error: &BackendError);
 }
@@ -28,15 +28,16 @@ pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
 pub(crate) struct PendingRelease {
     pub(crate) engine: Arc<Engine>,
     pub(crate) claim: Claim,
-    /// Dropped once the store has responded or the lease is over. After an earlier drop, the next
-    /// local caller would find the key held by this claim in the store.
-    pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
+    /// Dropped when the release has an outcome. After an earlier drop, the next local caller would
+    /// find the key held by this claim in the store. If the store does not respond to an abandoned
+    /// attempt, `finish_and_release` drops the permit before the release.
+    pub(crate) permit: Option<Box<dyn ReleasePermit>>,
     /// The longest time for which the store can still keep the claim after a failed release.
     pub(crate) lease: Duration,
     /// If an attempt has an unknown outcome: the maximum number of grants of this claim. The number
     /// includes grants of attempts that have not reached the store yet. Each grant needs its own
     /// release. 0 if all outcomes are known: no further release follows the first response.
-    pub(crate) grants_to_find: u32,
+    pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
@@ -45,18 +46,24 @@ pub(crate) struct PendingRelease {
 
 impl PendingRelease {
     /// Creates the release of a claim without a local permit. Assumes that all attempts of the
-    /// claim have a known outcome; otherwise, the caller sets `grants_to_find`.
+    /// claim have a known outcome; otherwise, the caller sets `possible_grants`.
     pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
         Self {
             lease: claim.lease(),
             engine,
             claim,
             permit: None,
-            grants_to_find: 0,
+            possible_grants: 0,
             in_flight: None,
             blocked_error_sender: None,
         }
     }
+}
+
+/// Returns [`PendingRelease::possible_grants`] of a granted claim with this number of attempts with
+/// an unknown outcome: each of them may still be granted again.
+pub(crate) const fn possible_grants(unknown_attempts: u32) -> u32 {
+    if unknown_attempts == 0 { 0 } else { unknown_attempts + 1 }
 }
 
 /// The outcome of a release.
@@ -91,7 +98,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.grants_to_find > freed {
+    if pending.possible_grants > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(release_late_grants(pending, freed)));
     }
@@ -140,13 +147,13 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// all `grants_to_find` are released, when the lease is over, or when the limit of `close` is
+/// all `possible_grants` are released, when the lease is over, or when the limit of `close` is
 /// reached.
 async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.grants_to_find && Moment::now() < until {
+    while freed < pending.possible_grants && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;

@@ -126,7 +126,7 @@ impl LeaseRenewer {
                         // that is not scheduled yet. Such a grant compares the epoch after it is
                         // scheduled, and so detects the invalidation.
                         local_lock.invalidate();
-                        affected.extend(self.schedule.find(&local_lock.last_schedule_key));
+                        affected.extend(self.schedule.find(&local_lock.latest_entry_id));
                         let concurrent = local_lock.concurrent_grants().into_iter();
                         affected.extend(concurrent.map(|grant| grant as Arc<dyn Renewable>));
                     }

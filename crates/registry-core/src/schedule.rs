@@ -20,12 +20,12 @@ use crate::lease::BATCH_WINDOW;
 pub(crate) trait Renewable: Send + Sync {
     fn claim(&self) -> &Claim;
 
-    /// Returns the last schedule key of this claim's local lock.
-    fn last_schedule_key(&self) -> &LastScheduleKey;
+    /// Returns the id of the latest schedule entry of this claim's local lock.
+    fn latest_entry_id(&self) -> &LatestEntryId;
 
-    /// Returns the action for this claim, whose entry `key` is due. Records a renewal as sent, and
+    /// Returns the action for this claim, whose entry `id` is due. Records a renewal as sent, and
     /// schedules the next entry.
-    fn begin_due_action(self: Arc<Self>, key: ScheduleKey, now: Moment) -> RenewerAction;
+    fn begin_due_action(self: Arc<Self>, id: EntryId, now: Moment) -> RenewerAction;
 
     /// Returns the lease to request now, in a call that renews other claims, and records the
     /// renewal as sent. Returns `None` if this claim is not due soon. See
@@ -65,9 +65,9 @@ pub(crate) enum RenewerAction {
     Lose(LostReason),
 }
 
-/// The key of an entry in the schedule: its due time, and a number that makes the key unique.
+/// The id of an entry in the schedule: its due time, and a number that makes the id unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ScheduleKey {
+pub(crate) struct EntryId {
     at: Moment,
     number: u64,
     /// True if the claim is due for a renewal or verification, which may be sent slightly early.
@@ -75,28 +75,25 @@ pub(crate) struct ScheduleKey {
     is_renewal: bool,
 }
 
-/// The key of the last entry that a local lock had in the schedule. The entry may have been
+/// The id of the latest entry that a local lock had in the schedule. The entry may have been
 /// removed. The fields are accessed only while the schedule is locked.
 #[derive(Debug, Default)]
-pub(crate) struct LastScheduleKey {
+pub(crate) struct LatestEntryId {
     at: AtomicI64,
     number: AtomicU64,
 }
 
-impl LastScheduleKey {
-    fn set(&self, key: ScheduleKey) {
-        self.at.store(key.at.to_bits(), Ordering::Relaxed);
-        self.number.store(key.number, Ordering::Relaxed);
+impl LatestEntryId {
+    fn set(&self, id: EntryId) {
+        self.at.store(id.at.to_bits(), Ordering::Relaxed);
+        self.number.store(id.number, Ordering::Relaxed);
     }
 
-    fn find(
-        &self,
-        entries: &BTreeMap<ScheduleKey, Arc<dyn Renewable>>,
-    ) -> Option<Arc<dyn Renewable>> {
+    fn find(&self, entries: &BTreeMap<EntryId, Arc<dyn Renewable>>) -> Option<Arc<dyn Renewable>> {
         let at = Moment::from_bits(self.at.load(Ordering::Relaxed));
         let number = self.number.load(Ordering::Relaxed);
-        let key = |is_renewal| ScheduleKey { at, number, is_renewal };
-        entries.range(key(false)..=key(true)).next().map(|(_, grant)| Arc::clone(grant))
+        let id = |is_renewal| EntryId { at, number, is_renewal };
+        entries.range(id(false)..=id(true)).next().map(|(_, grant)| Arc::clone(grant))
     }
 }
 
@@ -109,7 +106,7 @@ pub(crate) struct Schedule {
 
 #[derive(Default)]
 struct ScheduleState {
-    entries: BTreeMap<ScheduleKey, Arc<dyn Renewable>>,
+    entries: BTreeMap<EntryId, Arc<dyn Renewable>>,
     /// The number of the next entry.
     next_number: u64,
     /// The value of `next_number` at the last call of [`Schedule::begin_round`].
@@ -121,7 +118,7 @@ struct ScheduleState {
 }
 
 impl Schedule {
-    /// Adds an entry for a claim, and returns its key. Wakes the task if its timer fires after
+    /// Adds an entry for a claim, and returns its id. Wakes the task if its timer fires after
     /// `at`, is overdue, or is not set.
     pub(crate) fn insert(
         &self,
@@ -129,25 +126,25 @@ impl Schedule {
         is_renewal: bool,
         grant: Arc<dyn Renewable>,
         now: Moment,
-    ) -> ScheduleKey {
+    ) -> EntryId {
         let mut state = self.state();
-        let key = ScheduleKey { at, number: state.next_number, is_renewal };
-        grant.last_schedule_key().set(key);
+        let id = EntryId { at, number: state.next_number, is_renewal };
+        grant.latest_entry_id().set(id);
         state.next_number += 1;
-        state.entries.insert(key, grant);
+        state.entries.insert(id, grant);
         // The task is overdue after a suspension of the host, which tokio's timers do not count.
         if state.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
             state.wakes_at = Some(at);
             drop(state);
             self.changed.notify_one();
         }
-        key
+        id
     }
 
-    /// Removes the entry of `key`, if it exists.
-    pub(crate) fn remove(&self, key: ScheduleKey) {
+    /// Removes the entry `id`, if it exists.
+    pub(crate) fn remove(&self, id: EntryId) {
         // The grant is dropped after the unlock.
-        let grant = self.state().entries.remove(&key);
+        let grant = self.state().entries.remove(&id);
         drop(grant);
     }
 
@@ -160,7 +157,7 @@ impl Schedule {
     /// their due times.
     pub(crate) fn next_renewals(&self, count: usize) -> Vec<Arc<dyn Renewable>> {
         let state = self.state();
-        let renewals = state.entries.iter().filter(|(key, _)| key.is_renewal);
+        let renewals = state.entries.iter().filter(|(id, _)| id.is_renewal);
         renewals.take(count).map(|(_, grant)| Arc::clone(grant)).collect()
     }
 
@@ -170,27 +167,25 @@ impl Schedule {
     ///
     /// A due claim stays in the schedule, and thus in [`all`](Self::all), until the lease renewer
     /// has handled it.
-    pub(crate) fn begin_round(
-        &self,
-        now: Moment,
-    ) -> Option<Vec<(ScheduleKey, Arc<dyn Renewable>)>> {
+    pub(crate) fn begin_round(&self, now: Moment) -> Option<Vec<(EntryId, Arc<dyn Renewable>)>> {
         let mut state = self.state();
         if state.stopped {
             return None;
         }
-        let last_key_at = |at| ScheduleKey { at, number: u64::MAX, is_renewal: true };
-        let entry = |(key, grant): (&ScheduleKey, &Arc<dyn Renewable>)| (*key, Arc::clone(grant));
-        let mut due: Vec<_> = state.entries.range(..=last_key_at(now)).map(entry).collect();
-        let mut later = state.entries.range(last_key_at(now)..);
-        let first_later = later.clone().next().map(|(key, _)| key.at);
-        if due.iter().any(|(key, _)| key.is_renewal) {
+        let last_id_at = |at| EntryId { at, number: u64::MAX, is_renewal: true };
+        let entry = |(id, grant): (&EntryId, &Arc<dyn Renewable>)| (*id, Arc::clone(grant));
+        let mut due: Vec<_> = state.entries.range(..=last_id_at(now)).map(entry).collect();
+        let mut later = state.entries.range(last_id_at(now)..);
+        let first_later = later.clone().next().map(|(id, _)| id.at);
+        if due.iter().any(|(id, _)| id.is_renewal) {
             // Claims that are due at about the same time share one call.
-            let soon = later.by_ref().take_while(|(key, _)| key.at <= now.after(BATCH_WINDOW));
-            due.extend(soon.filter(|(key, _)| key.is_renewal).map(entry));
+            let soon = later.by_ref().take_while(|(id, _)| id.at <= now.after(BATCH_WINDOW));
+            due.extend(soon.filter(|(id, _)| id.is_renewal).map(entry));
         }
-        // A superfluous wake-up of the task costs less than a notification per short-lived claim.
-        // The timer therefore stays set when its claim is removed. An empty schedule that was in
-        // use since the last round gets a timer too.
+        // Without a timer, each short-lived claim would notify the task when it is inserted. These
+        // notifications cost more than a superfluous wake-up by the timer. The timer therefore
+        // stays set when its claim is removed. For the same reason, an empty schedule that was in
+        // use since the last round gets a timer.
         let current_timer = state.wakes_at.filter(|at| *at > now);
         let was_used = state.next_number != state.last_round_number;
         state.last_round_number = state.next_number;
@@ -201,8 +196,8 @@ impl Schedule {
         Some(due)
     }
 
-    /// Returns the claim that had the schedule key `last`, if it is still in the schedule.
-    pub(crate) fn find(&self, last: &LastScheduleKey) -> Option<Arc<dyn Renewable>> {
+    /// Returns the grant whose entry has the id `last`, if this entry is still in the schedule.
+    pub(crate) fn find(&self, last: &LatestEntryId) -> Option<Arc<dyn Renewable>> {
         last.find(&self.state().entries)
     }
 

@@ -35,18 +35,18 @@ use crate::watcher::Watcher;
 /// exclusive claim, or the readers that waited for a writer. The end of a permit wakes all claims
 /// that wait for units.
 ///
-/// A fencing token is the revision that created the claim's key. An upgraded claim has a later
-/// revision as its token, and so may a claim that waited behind an upgradable one. Tokens increase
-/// across every failure that a majority of the members survives.
+/// A fencing token is the revision that created the claim's key. The token of an upgraded claim is
+/// a later revision. The token of a claim that waited behind an upgradable claim can be a later
+/// revision too. Tokens increase across every failure that a majority of the members survives.
 ///
 /// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
 /// of the other locks of its process. A later claim reuses the lease of a released claim, which
 /// saves a write. One stream extends all leases, or up to 16 streams if the member is slow. Another
 /// stream carries all watches.
 ///
-/// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to
-/// 2 s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder
-/// becomes free up to 2.5 s after the end of its lease.
+/// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to 2
+/// s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder becomes
+/// free up to 2.5 s after the end of its lease, and is granted after a further 250 ms.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
     /// The addresses of all configured members, for errors that no single member caused.
@@ -149,7 +149,8 @@ impl EtcdBackend {
         Ok(holders)
     }
 
-    /// Returns the entries of all queues of this namespace, in the order of their creation.
+    /// Returns the queues of this namespace in the order of their keys, each with its entries in
+    /// the order of their creation.
     async fn queues(&self) -> Result<Vec<(Key, Vec<KeyValue>)>, BackendError> {
         // The keys of a queue are contiguous, so one pass over the pages finds all entries of each
         // queue.
@@ -230,7 +231,7 @@ impl LockBackend for EtcdBackend {
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        self.watcher.registries().subscribe(invalidations);
+        self.watcher.subscribers().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -246,7 +247,7 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn close(&self) {
-        if !self.watcher.registries().is_empty() {
+        if !self.watcher.subscribers().is_empty() {
             // Another registry still uses this backend.
             return;
         }

@@ -47,11 +47,12 @@ pub(crate) struct ClaimEntry {
     pub(crate) upgrade: Option<UpgradeRequest>,
 }
 
-/// A key behind a held claim that blocks new readers while the claim's upgrade waits.
+/// A key in the queue behind the entry of a held claim. It blocks new readers while the claim's
+/// upgrade waits.
 #[derive(Debug)]
 pub(crate) struct UpgradeRequest {
     pub(crate) name: Vec<u8>,
-    /// The lease of this key only, so that the request lapses without the claim.
+    /// The lease of this key only. The request can therefore expire without the claim.
     pub(crate) lease: EtcdLease,
     /// The last reader that holds the key, if the last read found one.
     pub(crate) reader: Option<Predecessor>,
@@ -106,7 +107,8 @@ impl ClaimEntry {
     }
 
     /// Returns the last `Busy` if it is valid without another request. The predecessor must be
-    /// watched and not deleted, and the entry's own lease must not have expired.
+    /// watched and not deleted, and the entry's own lease must not have expired. The read that
+    /// returned the `Busy` must be newer than [`WATCHED_READ_INTERVAL`].
     pub(crate) fn cached_busy(&self, now: Moment) -> Option<Busy> {
         let predecessor = self.predecessor.as_ref()?;
         let (busy, read_at) = predecessor.last_busy.as_ref()?;

@@ -98,7 +98,8 @@ impl MemberConnection {
         self.opened_at + Duration::from_millis(self.last_received_ms.load(Ordering::Relaxed))
     }
 
-    /// Waits for `response`. Returns the limit that is reached first as an error.
+    /// Waits for `response`. If no response arrives in time, returns the exceeded limit as the
+    /// error.
     async fn await_response<T>(
         &self,
         response: impl Future<Output = T>,

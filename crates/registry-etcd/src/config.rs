@@ -300,8 +300,8 @@ impl BackendConfig for EtcdConfig {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
             "lease" => {}
-            // Within the engine's time-out, the client must detect a member without responses and
-            // use the next one.
+            // After the engine's time-out, the client drops the connection to a member without
+            // responses. The next request uses the next member.
             "timeout" => self.response_timeout = parse_time(value)?,
             "layout" => {
                 let layouts = [("native", Layout::Native), ("etcdctl", Layout::Etcdctl)];

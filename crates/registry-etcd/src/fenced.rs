@@ -15,8 +15,8 @@ pub trait Fence {
     /// Starts a transaction that is executed only if this guard still holds the lock. Guards of all
     /// modes can fence. The cluster compares the creation revision of the guard's queue entry.
     ///
-    /// A lease does not protect a write of a process that is suspended and resumes after the lease
-    /// has ended. The cluster does not execute a transaction of such a former holder.
+    /// A lease alone cannot prevent a write of a process that is suspended and resumes after the
+    /// lease has ended. The cluster does not execute a transaction of such a former holder.
     ///
     /// # Examples
     /// ```no_run
@@ -42,7 +42,8 @@ pub struct FencedTxn<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Committed {
-    /// The revision of the store after the transaction. A transaction that writes creates it.
+    /// The revision of the store after the transaction. A transaction that writes creates this
+    /// revision.
     pub revision: i64,
     /// The value that each [`get`](FencedTxn::get) found, in the order of the calls.
     pub values: Vec<Option<Vec<u8>>>,

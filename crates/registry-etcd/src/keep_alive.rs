@@ -84,8 +84,8 @@ impl KeepAlive {
         Ok(LeaseStatus::Alive)
     }
 
-    /// Requests to extend a lease that would otherwise end at `expires_at`. The caller reads the
-    /// outcome later.
+    /// Queues a request to extend `lease`. Requests are sent in the order of their `expires_at`.
+    /// The caller reads the outcome later.
     pub(crate) fn request_extension(
         &self,
         lease: i64,
@@ -109,7 +109,8 @@ pub(crate) struct PendingKeepAlive {
 /// The outcome of a `LeaseKeepAlive` request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum KeepAliveOutcome {
-    /// The lease lasts at least for its full duration from this time on.
+    /// A member has extended the lease to its full duration at this time or later. No majority has
+    /// confirmed the extension.
     Extended(Moment),
     /// The member does not know the lease.
     LeaseNotFound,
@@ -170,8 +171,8 @@ impl PendingRequests {
         self.backlog_since.get_or_insert_with(Instant::now);
     }
 
-    /// Returns how many additional streams are needed. Returns 0 until no stream has found the
-    /// queue empty for `BACKLOG_AGE_MIN`.
+    /// Returns how many additional streams are needed. Returns 0 unless the backlog is older than
+    /// `BACKLOG_AGE_MIN`.
     fn additional_streams_needed(&self) -> usize {
         let is_slow = self.backlog_since.is_some_and(|since| since.elapsed() > BACKLOG_AGE_MIN);
         if is_slow { (self.unsent.len() / IN_FLIGHT_MAX).min(STREAMS_MAX - 1) } else { 0 }

@@ -3,9 +3,10 @@
 //! A lock is a queue of keys under its name. Each key is attached to its own lease, and the key
 //! that was created first holds the lock. This is the recipe of `etcdctl lock` and of Go's
 //! `concurrency.Mutex`. With [`Layout::Etcdctl`], programs that use this recipe contend for the
-//! same locks. This store closes two gaps of the recipe. A grant requires a response that shows the
-//! creation revision of the claim's key: to the transaction that creates the key, or to a later
-//! read. A release deletes the key only if it has this revision.
+//! same locks. This store closes two gaps of the recipe. First, a grant requires a response that
+//! shows the creation revision of the claim's key. This is the response to the transaction that
+//! creates the key, or to a later read. Second, a release deletes the key only if it has this
+//! revision.
 //!
 //! The crate contains its own client with the few messages that locks need. A build therefore
 //! requires no protobuf compiler. The engine in `registry-core` implements waiting, the schedule of

@@ -481,7 +481,8 @@ impl EtcdBackend {
             }
         };
         let mut old_reader = upgrade.reader.take();
-        // The upgrade request must block new readers for at least one lease after this attempt.
+        // The upgrade request must block new readers for at least the length of the claim's lease
+        // after this attempt.
         let status = self.ensure_lease(claim, &mut upgrade.lease).await;
         let upgrade = entry.upgrade.insert(upgrade);
         if status? == LeaseStatus::NotFound {
@@ -526,7 +527,7 @@ impl EtcdBackend {
             }
         };
         upgrade.token = Some((token, blocking.create_revision));
-        // The token of a claim that was enqueued while this claim was exclusive is its creation
+        // If a claim was enqueued while this claim was exclusive, its token is its creation
         // revision, which is smaller than `token`. No such claim is granted while `own_entry`,
         // `request` and `blocking` exist.
         let records = snapshot.entries_with_smaller_tokens(own_entry, token);

@@ -185,8 +185,8 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
         tokio::select! {
             biased;
             () = timer => if let Some((name, _)) = delayed.pop_front() {
-                // The deletion needs no revision. The name contains the id of a revoked lease, so
-                // no claim writes this name again.
+                // The deletion needs no revision. If this client created the lease whose id is in
+                // the name, that lease is revoked first. No claim then writes this name again.
                 _ = client.call(txn::delete_any_revision(&name)).await;
             },
             command = commands.recv() => match command {

@@ -441,8 +441,8 @@ impl EtcdBackend {
     ///
     /// Without tombstones, the predecessor's lease decides. A release by this library keeps the
     /// lease; after a loss, the lease is gone. Other programs revoke the lease on release, so a
-    /// revoked lease does not show a loss. Each deletion of their entries therefore counts as a
-    /// release.
+    /// missing lease does not show a loss of their entries. Each deletion of their entries
+    /// therefore counts as a release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -841,8 +841,8 @@ const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// without this delay.
 pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
 /// The interval at which a waiter without an established watch reads the whole queue. In between,
-/// it reads only its entry and its predecessor, unless these have changed. The other reads only
-/// update the holder that `Busy` reports.
+/// it reads only its entry and its predecessor, unless these have changed. The reads of the whole
+/// queue only update the holder that `Busy` reports.
 const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);
 /// The pause before the next read of the queue after a watch or a request has failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);

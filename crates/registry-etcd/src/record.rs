@@ -10,10 +10,10 @@
 //! The word of a claim whose token is taken at its grant is `z`, followed by `s`, `u`, `pTAKE/OF`
 //! or `x`. A claim that is not shared has this word if it was enqueued behind an upgradable claim
 //! or an upgraded one. Every claim has it if it was enqueued behind another claim with such a word.
-//! The upgradable claim may be upgraded before the grant, and the token of the upgrade is then
-//! larger than the revision that created the key of the waiting claim. If a claim is downgraded and
-//! upgraded again, the second upgrade changes the words of some waiting claims in the same way.
-//! These claims were enqueued before the downgrade.
+//! The upgradable claim may be upgraded before the waiting claim is granted. The token of the
+//! upgrade is then larger than the revision that created the waiting claim's key. If a claim is
+//! downgraded and upgraded again, the second upgrade changes the words of some waiting claims in
+//! the same way. These claims were enqueued before the downgrade.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -132,7 +132,8 @@ impl<'a> EntryRecord<'a> {
         self.token == NO_TOKEN
     }
 
-    /// Returns whether this is the entry of the claim `id`. The request to upgrade it is not.
+    /// Returns whether this is the entry of the claim `id`. Returns false for the request to
+    /// upgrade this claim.
     pub(crate) fn is_claim(&self, id: ClaimId) -> bool {
         self.id == Some(id) && self.entry != QueuedEntry::UpgradeRequest
     }

@@ -250,7 +250,7 @@ impl EtcdBackend {
             }
             entry.tombstone_lease = renewal.tombstone_lease;
             if !entry.own_watch.as_ref().is_some_and(KeyWatch::is_active)
-                && !self.watcher.registries().is_empty()
+                && !self.watcher.subscribers().is_empty()
             {
                 let start_revision = snapshot.revision.saturating_add(1);
                 entry.own_watch = Some(self.watcher.watch_held_key(

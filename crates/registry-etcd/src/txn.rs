@@ -394,8 +394,8 @@ pub(crate) fn rewrite_tombstone(
 
 /// Returns the value of a rewritten tombstone: the creation revision of its entry. A rewritten
 /// tombstone was not written together with its entry. Its revision may therefore be newer than
-/// those of entries that were appended later. The tombstone of a holder that enqueues again also
-/// has a newer revision, but an empty value.
+/// those of entries that were appended after its own entry. The tombstone of a holder that enqueues
+/// again also has a newer revision, but an empty value.
 pub(crate) fn rewritten_tombstone_value(create_revision: i64) -> Vec<u8> {
     create_revision.to_string().into_bytes()
 }

@@ -11,9 +11,10 @@ use tonic::transport::Channel;
 
 /// A channel for unary requests.
 ///
-/// The client library detects the last message only when it polls the body again after sending the
-/// message. It then sends the end of the stream in a separate frame. For messages of 256 bytes or
-/// more, the separate frame costs a separate write.
+/// It replaces each body by a [`LookaheadBody`]. Otherwise, the client library would detect the
+/// last message only when it polls the body again after sending the message. It would then send the
+/// end of the stream in a separate frame. For messages of 256 bytes or more, the separate frame
+/// costs a separate write.
 #[derive(Clone)]
 pub(crate) struct UnaryChannel(pub(crate) Channel);
 

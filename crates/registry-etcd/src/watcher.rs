@@ -24,7 +24,7 @@ use crate::proto::{
 pub(crate) struct Watcher {
     commands: CommandSender,
     next_id: AtomicI64,
-    registries: Arc<InvalidationSet>,
+    subscribers: Arc<InvalidationSet>,
     task: JoinHandle<()>,
 }
 
@@ -99,8 +99,8 @@ impl KeyWatch {
         !self.state.has_ended.load(Ordering::Acquire)
     }
 
-    /// Returns whether the watch reports a deletion: the member has created the watch, and its
-    /// stream is not known to have ended.
+    /// Returns whether the watch would report a deletion: the member has created the watch, and the
+    /// watch has not ended.
     pub(crate) fn is_established(&self) -> bool {
         self.state.is_established.load(Ordering::Acquire) && self.is_active()
     }
@@ -145,9 +145,9 @@ impl Drop for KeyWatch {
 impl Watcher {
     pub(crate) fn new(client: EtcdClient) -> Self {
         let (commands, receiver) = mpsc::unbounded_channel();
-        let registries = Arc::<InvalidationSet>::default();
-        let task = tokio::spawn(run_watcher(client, receiver, Arc::clone(&registries)));
-        Self { commands, next_id: 1.into(), registries, task }
+        let subscribers = Arc::<InvalidationSet>::default();
+        let task = tokio::spawn(run_watcher(client, receiver, Arc::clone(&subscribers)));
+        Self { commands, next_id: 1.into(), subscribers, task }
     }
 
     /// Watches the key `name`, or with [`WatchScope::DeletionInQueue`] all keys with this prefix,
@@ -189,8 +189,8 @@ impl Watcher {
     }
 
     /// Returns the registries that verify their locks on request.
-    pub(crate) fn registries(&self) -> &InvalidationSet {
-        &self.registries
+    pub(crate) fn subscribers(&self) -> &InvalidationSet {
+        &self.subscribers
     }
 }
 
@@ -212,7 +212,7 @@ struct Watches(HashMap<i64, (WatchRecipient, WatchScope, Arc<WatchState>)>);
 
 impl Watches {
     /// Ends a watch and reports its result. Returns false if the watch has ended already.
-    fn end(&mut self, id: i64, outcome: WatchOutcome, registries: &InvalidationSet) -> bool {
+    fn end(&mut self, id: i64, outcome: WatchOutcome, subscribers: &InvalidationSet) -> bool {
         let Some((recipient, _, state)) = self.0.remove(&id) else { return false };
         state.is_deleted.store(outcome == WatchOutcome::Deleted, Ordering::Release);
         state.is_changed.store(outcome == WatchOutcome::Changed, Ordering::Release);
@@ -222,7 +222,7 @@ impl Watches {
             WatchRecipient::Waiter => {}
             // Requests a verification even without a deletion event. The key may be deleted after
             // the end of the watch.
-            WatchRecipient::Holder(key) => registries.notify(&key),
+            WatchRecipient::Holder(key) => subscribers.notify(&key),
         }
         true
     }
@@ -245,9 +245,9 @@ impl Watches {
         }
     }
 
-    fn end_all(&mut self, registries: &InvalidationSet) {
+    fn end_all(&mut self, subscribers: &InvalidationSet) {
         for id in self.0.keys().copied().collect::<Vec<_>>() {
-            self.end(id, WatchOutcome::Ended, registries);
+            self.end(id, WatchOutcome::Ended, subscribers);
         }
     }
 }
@@ -255,13 +255,13 @@ impl Watches {
 async fn run_watcher(
     client: EtcdClient,
     mut commands: mpsc::UnboundedReceiver<WatchCommand>,
-    registries: Arc<InvalidationSet>,
+    subscribers: Arc<InvalidationSet>,
 ) {
     let mut watches = Watches::default();
     while let Some(command) = commands.recv().await {
         // All watches end with their stream, because the stream can no longer report deletions.
-        serve_stream(&client, &mut commands, command, &mut watches, &registries).await;
-        watches.end_all(&registries);
+        serve_stream(&client, &mut commands, command, &mut watches, &subscribers).await;
+        watches.end_all(&subscribers);
     }
 }
 
@@ -271,7 +271,7 @@ async fn serve_stream(
     commands: &mut mpsc::UnboundedReceiver<WatchCommand>,
     first_command: WatchCommand,
     watches: &mut Watches,
-    registries: &InvalidationSet,
+    subscribers: &InvalidationSet,
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     // Returns false if the stream no longer accepts requests.
@@ -332,9 +332,9 @@ async fn serve_stream(
                     watches.mark_established(watch_id);
                 }
                 if canceled {
-                    watches.end(watch_id, WatchOutcome::Ended, registries);
+                    watches.end(watch_id, WatchOutcome::Ended, subscribers);
                 } else if let Some(outcome) = watches.outcome_of(watch_id, &events)
-                    && watches.end(watch_id, outcome, registries)
+                    && watches.end(watch_id, outcome, subscribers)
                 {
                     _ = requests.send(cancel_request(watch_id));
                 }

@@ -34,7 +34,7 @@ use tokio::time::Instant;
 pub trait LockIn<DB: Database>: Sync {
     /// Waits until the transaction holds the lock of `key`.
     ///
-    /// The transaction stays open during the wait, and its row locks continue. So call this method
+    /// The transaction stays open during the wait and keeps its row locks. So call this method
     /// before the transaction locks rows, and prefer a [limited wait](Self::try_lock_in_for).
     /// Transactions that lock several keys must lock them in the same order. Otherwise they
     /// deadlock, and the database ends one transaction ([`LockInError::Conflict`]). If one
@@ -46,8 +46,8 @@ pub trait LockIn<DB: Database>: Sync {
     /// transaction succeeds and returns a larger token.
     ///
     /// A call first makes one attempt. If the key is held, the caller joins the registry's local
-    /// wait queue of the key, which also contains callers that wait for guards. A claim is never
-    /// handed over past this caller to one that queued later.
+    /// wait queue of the key, which also contains callers that wait for guards. No claim is handed
+    /// over to a caller that is behind this caller in the queue.
     ///
     /// In PostgreSQL, the lock also works through a pooler that gives each transaction another
     /// connection. The transaction must have the isolation level `READ COMMITTED`, the server's

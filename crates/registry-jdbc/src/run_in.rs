@@ -1,5 +1,5 @@
-//! Runs a tick of a job in the caller's own transaction. So one commit makes both the work and the
-//! record that the tick is done permanent.
+//! Runs a tick of a job in the caller's own transaction. So a single commit covers both the work
+//! and the record that the tick is done.
 
 use std::future::Future;
 

@@ -27,11 +27,10 @@ use crate::store::{
 /// A lock store on Redis or Valkey servers.
 ///
 /// A grant lives until its lease ends on the server's clock. A fencing token is the server's time
-/// in microseconds. If the previous token of the key is not smaller, the fencing token is the
-/// previous token plus one. Tokens therefore grow over releases, expiries, and a restart without
-/// data. A release publishes a message that wakes the waiters of all processes. If the server
-/// supports client tracking, a holder is notified as soon as another client changes or removes its
-/// lock.
+/// in microseconds, or the previous token of the key plus one, whichever is larger. Tokens
+/// therefore grow over releases, expiries, and a restart without data. A release publishes a
+/// message that wakes the waiters of all processes. If the server supports client tracking, a
+/// holder is notified as soon as another client changes or removes its lock.
 ///
 /// If the servers lose a lock's record, another client can acquire the lock. A single server loses
 /// all records at a restart, unless it logs all writes (`appendonly yes`, `appendfsync always`). A
@@ -39,9 +38,10 @@ use crate::store::{
 /// loss at their next renewal at the latest. Tokens grow even after a loss, so fenced writes stay
 /// safe.
 ///
-/// A backend uses two connections per server, regardless of the number of locks and waiters. The
-/// first waiter triggers the second connection. With [`with_replicas`](RedisConfig::with_replicas)
-/// or [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
+/// A backend uses two connections per server, regardless of the number of locks and waiters: one
+/// for commands, and one that receives release messages. The first waiter opens the second
+/// connection. With [`with_replicas`](RedisConfig::with_replicas) or
+/// [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
 /// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
@@ -97,11 +97,12 @@ impl RedisBackend {
         error.with_address(Arc::clone(&self.addresses))
     }
 
-    /// Makes the registries verify their grants of `key`. A write ends the tracking of a key, and
-    /// the server does not notify the connection that wrote.
+    /// Makes the registries verify their grants of `key` after a write by this process. The server
+    /// sends no invalidation to the connection that wrote, and the write ends the tracking of the
+    /// key.
     fn verify_other_grants(&self, key: &Key) {
         if self.invalidations.is_tracking() {
-            self.invalidations.registries().notify(key);
+            self.invalidations.subscribers().notify(key);
         }
     }
 
@@ -140,7 +141,7 @@ impl RedisBackend {
     ) -> Result<Release, BackendError> {
         let released = released.map_err(|error| self.with_address(error))?;
         if released.others_remain {
-            // Their verification starts the tracking of the key again.
+            // The verification of the other claims enables tracking of the key again.
             self.verify_other_grants(claim.key());
         }
         Ok(released.outcome)
@@ -195,8 +196,8 @@ impl LockBackend for RedisBackend {
             Storage::Quorum(quorum) => quorum.renew(claims).await,
         };
         for (renewal, claim) in renewals.iter_mut().zip(claims) {
-            // A server whose clock was set back reports a longer lease than requested. The lease
-            // returns to its length when the clock is corrected.
+            // The servers grant the lease rounded up to whole milliseconds. The engine must not
+            // rely on a longer lease than the requested lease.
             match renewal {
                 Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
                 // Other grants of the key may have ended too. No invalidation reports their loss if
@@ -227,7 +228,7 @@ impl LockBackend for RedisBackend {
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        self.invalidations.registries().subscribe(invalidations);
+        self.invalidations.subscribers().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -251,7 +252,7 @@ impl LockBackend for RedisBackend {
     }
 
     async fn close(&self) {
-        if !self.invalidations.registries().is_empty() {
+        if !self.invalidations.subscribers().is_empty() {
             // Another registry still uses the connections of this backend.
             return;
         }

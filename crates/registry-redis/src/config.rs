@@ -953,7 +953,7 @@ fn tcp_addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddr
 
 /// The time after the grant at which the engine first verifies a claim. The verification also
 /// registers the key for client tracking. Tracking costs the server more than the lock itself, so
-/// the server does not track shorter locks.
+/// the server does not track locks that are held for less than this time.
 const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// The default port of Redis servers.

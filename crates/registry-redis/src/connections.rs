@@ -133,7 +133,8 @@ impl RedisConnections {
         for node in self.nodes().await? {
             let refused = |error: RedisError| self.classify(&error, &node).as_refused();
             node.connect().await.map_err(refused)?;
-            // If a server does not support the required durability, every grant would be released.
+            // Without this check, each grant would be released again if a server does not support
+            // the required durability.
             node.check_durability().await.map_err(|error| {
                 if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
                     invalid_client_config(&error).with_address(self.topology.address(&node))

@@ -18,9 +18,9 @@ pub(crate) struct InvalidationForwarder(Arc<ForwarderState>);
 
 struct ForwarderState {
     names: RedisKeyNames,
-    /// A server refused client tracking.
+    /// The server that last responded to a request for client tracking refused it.
     is_tracking_refused: AtomicBool,
-    registries: InvalidationSet,
+    subscribers: InvalidationSet,
     /// Keys of migrating slots, for which no server sends invalidations.
     untracked_keys: Mutex<BTreeSet<Key>>,
 }
@@ -33,14 +33,14 @@ impl InvalidationForwarder {
         Self(Arc::new(ForwarderState {
             names,
             is_tracking_refused: AtomicBool::new(false),
-            registries: InvalidationSet::default(),
+            subscribers: InvalidationSet::default(),
             untracked_keys: Mutex::default(),
         }))
     }
 
     /// Returns the subscribed registries.
-    pub(crate) fn registries(&self) -> &InvalidationSet {
-        &self.0.registries
+    pub(crate) fn subscribers(&self) -> &InvalidationSet {
+        &self.0.subscribers
     }
 
     /// Records whether a server sends invalidations.
@@ -48,7 +48,8 @@ impl InvalidationForwarder {
         self.0.is_tracking_refused.store(!is_tracking, Ordering::Release);
     }
 
-    /// Returns whether the servers send invalidations.
+    /// Returns the state that [`set_tracking`](Self::set_tracking) last recorded for any server.
+    /// Returns true before the first record.
     pub(crate) fn is_tracking(&self) -> bool {
         !self.0.is_tracking_refused.load(Ordering::Acquire)
     }
@@ -56,11 +57,13 @@ impl InvalidationForwarder {
     /// Forwards the keys of an invalidation message. A message without a list of keys invalidates
     /// all keys.
     pub(crate) fn forward(&self, data: &[Value]) {
-        let Some(Value::Array(names)) = data.first() else { return self.0.registries.notify_all() };
+        let Some(Value::Array(names)) = data.first() else {
+            return self.0.subscribers.notify_all();
+        };
         for name in names {
             let Value::BulkString(name) = name else { continue };
             if let Some(key) = self.parse_key(name) {
-                self.0.registries.notify(&key);
+                self.0.subscribers.notify(&key);
             }
         }
     }
@@ -80,7 +83,7 @@ impl InvalidationForwarder {
                     &mut *untracked_keys.lock().unwrap_or_else(PoisonError::into_inner),
                 );
                 for key in keys {
-                    invalidations.0.registries.notify(&key);
+                    invalidations.0.subscribers.notify(&key);
                 }
             });
         }

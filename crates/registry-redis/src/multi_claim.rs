@@ -74,7 +74,8 @@ impl StoredValue {
         self.now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// Returns the end of an exclusive grant that the script expects. Empty for any other value.
+    /// Returns the latest end that the script `replace_record` accepts for an exclusive grant, or 0
+    /// if the key has no expiry. Empty for any other value.
     fn expected_end(&self) -> String {
         if self.value.is_empty() || self.value.starts_with(PREFIX.as_bytes()) {
             return String::new();
@@ -199,8 +200,8 @@ impl RedisStore {
 
     async fn read_value(&self, lock: &str) -> Result<StoredValue, BackendError> {
         let event_seq = last_event_seq();
-        // No lease ends at the expected end -1, so the script writes nothing and returns the
-        // current value.
+        // No key matches the expected end -1, so the script writes nothing and returns the current
+        // value.
         let call = self.scripts.replace_record.call([lock]).arg("").arg("").arg(1).arg(-1);
         match self.connections.run(self.slot(lock), &call).await? {
             Value::Array(parts) => StoredValue::parse(&parts, event_seq),

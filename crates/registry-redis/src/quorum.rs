@@ -3,10 +3,11 @@
 //!
 //! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
 //! the engine counts the lease from before the first request, on a monotonic clock. Second, a grant
-//! has a fencing token: the largest token that the granting majority returned. The quorum writes
-//! this token to a majority that still has the claim, and only then reports the grant. Any later
-//! grant shares a master with that majority, so its token is larger. The exception is a shared
-//! master that lost its data and whose clock is behind.
+//! has a fencing token: the one on which a majority agrees already, or else the largest token that
+//! the granting majority returned. The quorum writes this token to a majority that still has the
+//! claim, and only then reports the grant. Any later grant shares a master with that majority, so
+//! its token is larger. The exception is a shared master that lost its data and whose clock is
+//! behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, the quorum awaits them for a grace period, which the
@@ -58,9 +59,9 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// The time until which attempts do not check the process age again. The next check stores the
-    /// age on the server again, before the stored age expires. `None` until some client has
-    /// observed the process for `min_uptime`.
+    /// Until this time, attempts skip the check of the process age. The next check stores the age
+    /// on the server again, before the stored age expires. `None` before the first successful check
+    /// of this client.
     verified_until: Option<Instant>,
 }
 
@@ -76,7 +77,7 @@ impl Quorum {
             Ok(Arc::new(QuorumMaster {
                 store,
                 min_uptime: config.min_uptime,
-                release_retry_permits: Semaphore::new(RELEASE_RETRIES_MAX),
+                release_retry_permits: Semaphore::new(CONCURRENT_RETRIES_MAX),
                 first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
             }))
@@ -112,8 +113,8 @@ impl Quorum {
                 ResponseEvent::AllReceived => break,
             }
         }
-        // A request compares its `run_id` only with the earlier addresses that responded before it,
-        // so all addresses are compared again.
+        // Each request saw only the `run_id`s that had arrived by then, so all addresses are
+        // compared again.
         (0..self.masters.len()).try_for_each(|index| check_no_duplicate(&self.masters, index))
     }
 
@@ -150,7 +151,7 @@ impl Quorum {
         PendingResponses {
             calls: calls.collect(),
             started_at: Instant::now(),
-            grace_period: Box::pin(sleep(GRACE_PERIOD_MAX)),
+            grace_period: Box::pin(sleep(RESPONSE_GRACE_PERIOD_MAX)),
             is_in_grace_period: true,
         }
     }
@@ -188,8 +189,8 @@ impl Quorum {
         busy: Vec<(Option<Duration>, Holder)>,
         event_seq: u64,
     ) -> Result<RoundOutcome, BackendError> {
-        // The quorum must not report an outage as `Busy`, because the unresponsive masters may not
-        // have the lock.
+        // If too few masters respond, this is an error and not `Busy`: the lock may be free on the
+        // others.
         if granted + busy.len() < self.majority() || busy.is_empty() {
             return Err(self.no_majority_error(first_error));
         }
@@ -276,7 +277,7 @@ impl Quorum {
 
     /// Releases the claim on all masters. Returns once the responses of a majority decide, see
     /// `await_release`. Background tasks retry the release on the remaining masters until the lease
-    /// ends, within [`RELEASE_RETRIES_MAX`].
+    /// ends, at most [`CONCURRENT_RETRIES_MAX`] at a time for each master.
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let round = self.pending_rounds().get(&claim.id()).and_then(Weak::upgrade);
         if let Some(round) = &round {
@@ -359,7 +360,8 @@ impl Quorum {
     }
 
     /// Returns whether the client is subscribed to the key's release messages on all masters. A
-    /// majority is not sufficient, because a release may not reach every master of that majority.
+    /// majority is not sufficient: a wait needs reports from a majority, and a release may not
+    /// reach every master that is subscribed.
     pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
         self.masters.iter().all(|master| master.store.is_subscribed(key))
     }
@@ -502,7 +504,7 @@ fn check_no_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(),
 /// master's `last_error`, if any.
 fn retry_limit_error(last_error: Option<BackendError>) -> BackendError {
     let message = format!(
-        "redis: this release is not retried, because the limit of {RELEASE_RETRIES_MAX} concurrent retries at this master is reached; the grant ends with its lease; \
+        "redis: this release is not retried, because the limit of {CONCURRENT_RETRIES_MAX} concurrent retries at this master is reached; the grant ends with its lease; \
          check that the master responds"
     );
     match last_error {
@@ -599,9 +601,9 @@ impl QuorumMaster {
         self.store.try_acquire_on_master(claim, &round_state.round_id).await
     }
 
-    /// Releases the claim. Retries after an error until the lease ends, within
-    /// [`RELEASE_RETRIES_MAX`]. If `may_still_grant` returns true, also retries after `NotHeld`,
-    /// because a late request may still acquire the lock.
+    /// Releases the claim. Retries after an error until the lease ends, unless
+    /// [`CONCURRENT_RETRIES_MAX`] others retry at this master. If `may_still_grant` returns true,
+    /// also retries after `NotHeld`, because a late request may still acquire the lock.
     async fn release_with_retries(
         &self,
         claim: &Claim,
@@ -638,7 +640,8 @@ impl QuorumMaster {
         let mut pause = RETRY_PAUSE_MIN;
         let mut retry_permit = None;
         loop {
-            // An acquisition without a response may still arrive after this withdrawal.
+            // The result is read before the withdrawal is sent, because an acquisition without a
+            // response may still arrive after the withdrawal.
             let master_result = round_state.master_result(index);
             if master_result == RESULT_NOT_GRANTED {
                 return;
@@ -660,8 +663,8 @@ impl QuorumMaster {
 }
 
 /// One round of an attempt. Unless `keeps_grants` is set, the drop withdraws this round's grants
-/// from all masters. Grants of a later round stay, because the same claim may already hold the
-/// lock.
+/// from all masters. Grants of a later round of this claim stay: the claim may hold the lock
+/// through them.
 struct QuorumRound<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
@@ -754,7 +757,7 @@ impl<'a> QuorumRound<'a> {
             if !is_grace_period_shortened && responses >= quorum.majority() {
                 is_grace_period_shortened = true;
                 if is_disputed(&votes.granted, quorum.majority()) {
-                    requests.set_grace_period(GRACE_PERIOD_MAX);
+                    requests.set_grace_period(RESPONSE_GRACE_PERIOD_MAX);
                 } else {
                     requests.shorten_grace_period();
                 }
@@ -919,10 +922,10 @@ impl RenewalVotes {
 
 /// Returns the outcome of a round in which other claims hold the lock on too many masters.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundOutcome {
-    // Two masters return the same token only after a round that a majority granted has written it.
-    // Otherwise several attempts may have blocked each other. These attempts retry after a random
-    // pause. A release message would wake all these attempts at the same time, and the attempts
-    // would block each other again.
+    // Two masters return the same token only if a round that a majority granted has written it. If
+    // no two tokens are the same, several attempts may have blocked each other. They retry after a
+    // random pause. A release message would wake them at the same time, and they would block each
+    // other again.
     let agreed_index = busy.iter().position(|(_, holder)| {
         busy.iter().filter(|(_, other)| holder.token == other.token).count() > 1
     });
@@ -1052,7 +1055,8 @@ impl<T> PendingResponses<T> {
     /// majority has responded.
     fn shorten_grace_period(&mut self) {
         self.set_grace_period(
-            (self.started_at.elapsed() * 2).clamp(GRACE_PERIOD_MIN, GRACE_PERIOD_MAX),
+            (self.started_at.elapsed() * 2)
+                .clamp(RESPONSE_GRACE_PERIOD_MIN, RESPONSE_GRACE_PERIOD_MAX),
         );
     }
 
@@ -1104,13 +1108,14 @@ const RESULT_NOT_GRANTED: u8 = 1;
 const RESULT_GRANTED: u8 = 2;
 /// The maximum number of releases and withdrawals that are retried concurrently at one master.
 /// Without a retry, the grant ends with its lease.
-const RELEASE_RETRIES_MAX: usize = 256;
+const CONCURRENT_RETRIES_MAX: usize = 256;
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(20);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum grace period for responses beyond a majority.
-const GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
+/// The maximum grace period for responses beyond a majority, unless a constant below states another
+/// one.
+const RESPONSE_GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
 /// The minimum grace period after a majority has responded.
-const GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
+const RESPONSE_GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
 /// The first grace period of a round, from its start. For at most this time, a round that can no
 /// longer acquire the lock waits for a majority of responses. If a majority responds, the round can
 /// return `Busy` instead of a store error.

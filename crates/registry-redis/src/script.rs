@@ -1,8 +1,8 @@
 //! The Lua scripts that the servers execute atomically.
 //!
-//! A script is the same for all layouts. `Scripts` prepends the functions that depend on the
-//! layout, see `script/layout`. Tokens are times in microseconds. A Lua number represents them
-//! exactly up to 2^53, which corresponds to the year 2255.
+//! The body of a script is the same for all layouts. `Scripts` prepends the functions that depend
+//! on the layout, see `script/layout`. Tokens are times in microseconds. A Lua number represents
+//! them exactly up to 2^53, which corresponds to the year 2255.
 
 use std::sync::OnceLock;
 
@@ -193,5 +193,6 @@ impl ScriptCall<'_> {
 
 /// The number of arguments of most calls, except the arguments per key.
 const ARGUMENTS_PER_CALL: usize = 8;
-/// The number of bytes that most calls need per key, and once more for all other arguments.
+/// The number of bytes that most calls need per key. All other arguments together need the same
+/// number once more.
 const BYTES_PER_KEY: usize = 96;

@@ -117,7 +117,7 @@ impl ZkBackend {
         recipe::release(&session, claim, || self.paths.queue_path(claim.key())).await
     }
 
-    /// Adds the check whether wake-ups arrive to a `Busy` response, and the addresses of the
+    /// Adds to a `Busy` response the check whether wake-ups arrive. Adds the addresses of the
     /// servers to an error.
     fn with_wake_check(
         &self,
@@ -224,7 +224,7 @@ impl LockBackend for ZkBackend {
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        self.sessions.registries().subscribe(invalidations);
+        self.sessions.subscribers().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -241,7 +241,7 @@ impl LockBackend for ZkBackend {
 
     async fn close(&self) {
         // If another registry uses the backend, the sessions stay open.
-        if self.sessions.registries().is_empty() {
+        if self.sessions.subscribers().is_empty() {
             self.sessions.close().await;
         }
     }
@@ -299,8 +299,8 @@ impl OpenBackend for ZkConfig {
         let backend = ZkBackend::open(config).await?;
         let lease_max = lease_max(backend.session_timeout());
         match self.lease_option {
-            // The backend returns this error, because the message must contain the servers' limit.
-            // The engine knows only its own limit.
+            // The backend returns this error, because the message must state the session time-out
+            // that the servers granted. The engine has only the maximum lease.
             Some(lease) if lease > lease_max => Err(misconfigured(format!(
                 "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
                  `maxSessionTimeout` on the servers",

@@ -297,11 +297,11 @@ impl ZkConfig {
     /// Limits the sessions of the backend, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each
     /// session has its own connection.
     ///
-    /// A session can watch 96 KiB of paths, of held locks and waiters together. When every session
-    /// has reached this size, the backend opens another session. Each session except the first ends
-    /// after it has had no node for its time-out. At the limit of sessions, each session takes up
-    /// to [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all sessions are full,
-    /// attempts return [`SessionsExhausted`](crate::SessionsExhausted). Default:
+    /// A session can watch 96 KiB of paths. The paths of held locks and of waiters count together.
+    /// When every session has reached this size, the backend opens another session. Each session
+    /// except the first ends after it has had no node for its time-out. At the limit of sessions,
+    /// each session takes up to [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all
+    /// sessions are full, attempts return [`SessionsExhausted`](crate::SessionsExhausted). Default:
     /// [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
     #[must_use]
     pub fn with_sessions_max(mut self, sessions: u32) -> Self {
@@ -317,8 +317,8 @@ impl ZkConfig {
     }
 
     /// Limits the time for the response to one request, and the time for which a request waits for
-    /// a connection. The backend determines the outcome of a request without a response later.
-    /// Default: [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
+    /// a connection. If no response arrives in time, the backend determines the outcome of the
+    /// request later. Default: [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
     #[must_use]
     pub fn with_request_timeout(mut self, timeout: Duration) -> Self {
         self.request_timeout = timeout;
@@ -414,7 +414,8 @@ impl ZkConfig {
         self.layout == Layout::Native
     }
 
-    /// Returns whether the naming is that of a recipe with modes in Curator.
+    /// Returns whether the naming belongs to a recipe of Curator that has other modes than
+    /// exclusive.
     fn has_curator_modes(&self) -> bool {
         matches!(self.naming, Naming::CuratorReadWrite | Naming::CuratorSemaphore)
     }

@@ -87,7 +87,7 @@ impl StoppableClient {
         let written = timeout(config.request_timeout, client.exists_by_write(path)).await;
         let outcome = match written {
             Ok(Ok(_)) if client.session_id() == id => return Ok((client, sent_at)),
-            // A server that no longer knows the session opens a new session.
+            // A server on which the session no longer exists opens a new session.
             Ok(Ok(_)) => Error::SessionExpired,
             Ok(Err(error)) => error,
             Err(_) => Error::ConnectionLoss,

@@ -2,10 +2,10 @@
 //!
 //! A transaction writes the new mode into the data of the claim's node, if this data has not
 //! changed. An upgrade first creates a second node of the claim, the upgrade request, which blocks
-//! all claims behind it. The transaction that makes the claim exclusive checks that the request and
-//! the node that blocks new readers still exist, and deletes the request. The id of this
-//! transaction is the token of the upgraded claim. The transaction also writes the lock's node: see
-//! `later_token`.
+//! all claims behind it. The transaction that makes the claim exclusive deletes the request, and
+//! fails if the request no longer exists. It also checks that the first node that blocks new
+//! readers exists. This node can be the request itself. The id of this transaction is the token of
+//! the upgraded claim. The transaction also writes the lock's node: see `later_token`.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use zookeeper_client::{Error, MultiWriteResult};
 
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::LOCK_DATA;
-use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
+use crate::modes::{Blocker, find_stale_blocker, watch_blockers};
 use crate::node_data::{NodeGrant, decode_grant, encode_node_data};
 use crate::nodes::{
     CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction_error,
@@ -26,7 +26,7 @@ use crate::nodes::{
 use crate::queue::{claim_nodes, node_bytes, node_prefix, parse_queued_entry};
 use crate::queue_entry::{ClaimState, QueueEntry, UpgradeRequest, name_of};
 use crate::recipe::{
-    end_lost_claim, exclude_missing_on_majority, is_blocked_as_before, lease_within_validity,
+    end_lost_claim, exclude_stale_nodes, is_blocked_as_before, lease_within_validity,
     read_children_or_empty,
 };
 use crate::session::{SessionPool, ZkSession};
@@ -147,7 +147,7 @@ async fn upgrade(
             read_children_or_empty(session, entry).await?.names
         }
     };
-    let children = exclude_missing_on_majority(state, children);
+    let children = exclude_stale_nodes(state, children);
     let queue = sort_contenders(session, &entry.dir, children).await?;
     let (Some(node), Some(upgrade)) = (&state.node, &mut state.upgrade) else {
         return Ok(Upgrade::Retry);
@@ -174,9 +174,9 @@ async fn upgrade(
             let dir = &entry.dir;
             let blockers = vec![Blocker::unread(reader)];
             if let Some(missing) =
-                find_missing_on_majority(session, dir, names, ClaimMode::Shared, &blockers).await?
+                find_stale_blocker(session, dir, names, ClaimMode::Shared, &blockers).await?
             {
-                state.nodes_missing_on_majority.push(missing);
+                state.stale_nodes.push(missing);
                 return Ok(Upgrade::Retry);
             }
             let watched = upgrade.reader.take();

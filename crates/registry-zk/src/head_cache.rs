@@ -39,7 +39,8 @@ impl HeadCache {
             cached => cached.is_some(),
         };
         if !is_cached && self.by_queue.len() >= QUEUES_MAX {
-            self.by_queue.retain(|_, head| head.checked_at.after(max_age * 2) > now);
+            let retention = RETENTION_MIN.max(max_age * 2);
+            self.by_queue.retain(|_, head| head.checked_at.after(retention) > now);
             if self.by_queue.len() >= QUEUES_MAX {
                 return true;
             }
@@ -58,6 +59,11 @@ impl HeadCache {
 
 /// Maximum number of queues in the cache.
 const QUEUES_MAX: usize = 16 * 1024;
+
+/// A full cache keeps a head for at least this time. This is longer than the time between two reads
+/// of the queue by one waiter. Otherwise the waiter could insert its head again and again, and
+/// never have it checked.
+const RETENTION_MIN: Duration = Duration::from_secs(180);
 
 #[cfg(test)]
 mod tests {
@@ -89,6 +95,8 @@ mod tests {
         assert!(!head_cache.needs_majority_check("1", "b", MAX_AGE), "it replaces another head");
         assert_eq!(head_cache.by_queue.len(), QUEUES_MAX);
         tokio::time::advance(MAX_AGE * 2).await;
+        assert!(head_cache.needs_majority_check("new", "a", MAX_AGE), "all heads are kept");
+        tokio::time::advance(RETENTION_MIN - MAX_AGE * 2).await;
         assert!(head_cache.needs_majority_check("0", "a", MAX_AGE));
         assert!(!head_cache.needs_majority_check("new", "a", MAX_AGE));
         assert_eq!(head_cache.by_queue.len(), 1);

@@ -24,7 +24,7 @@ use crate::session::ZkSession;
 pub(crate) const LOCK_DATA: &[u8] = b"";
 
 /// Ensures that the token of the claim is larger than those of all earlier holders. Changes nothing
-/// if the claim is already granted. Call it only if no node blocks the claim. `last_write` is the
+/// if the claim is already granted. Call it only if no node blocks the claim. `parent_mzxid` is the
 /// last transaction that wrote the lock's node, from the same read as the list of the queue.
 /// Returns false if the caller must try again.
 pub(crate) async fn ensure_largest_token(
@@ -32,12 +32,12 @@ pub(crate) async fn ensure_largest_token(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-    last_write: i64,
+    parent_mzxid: i64,
 ) -> Result<bool, BackendError> {
     let Some(node) = &mut state.node else { return Ok(false) };
     // A granted claim keeps its token, even if another holder of the lock takes a larger token.
     let is_granted = state.held_until.is_some();
-    if is_granted || last_write <= node.grant.token || !session.config().has_upgrades() {
+    if is_granted || parent_mzxid <= node.grant.token || !session.config().has_upgrades() {
         return Ok(true);
     }
     // The data states no token, so the token is the transaction of this write.

@@ -4,10 +4,11 @@
 //! servers number the children in order of arrival and delete a child when its session ends. The
 //! child with the lowest number holds the lock. Each other contender watches the child before its
 //! own child. Processes therefore acquire the lock in the order of the children, with one child at
-//! a time per process. A release wakes exactly one waiter. Shared claims, upgradable claims and
-//! permits have children in the same queue. A claim is granted if its mode is compatible with those
-//! of all children before its own. The engine in `registry-core` implements waiting, the schedule
-//! of renewals, and loss detection. It calls this backend through `LockBackend`.
+//! a time per process. If all claims are exclusive, a release wakes exactly one waiter. Shared
+//! claims, upgradable claims and permits have children in the same queue. A claim is granted if its
+//! mode is compatible with those of all children before its own. The engine in `registry-core`
+//! implements waiting, the schedule of renewals, and loss detection. It calls this backend through
+//! `LockBackend`.
 //!
 //! All locks of a backend share one session. One request renews the session with all its locks.
 //! The backend opens further sessions from about 1,000 locks on, because a session can watch a

@@ -146,10 +146,10 @@ fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
 
 /// Returns the name of a blocking node that exists only on the connected server.
 ///
-/// A waiter would wait forever for a node that the other servers have deleted. This function
-/// therefore checks on a majority whether a node exists that has blocked waiters for one session
-/// time-out. The predecessor of an exclusive claim is checked only as the head of the queue.
-pub(crate) async fn find_missing_on_majority(
+/// A waiter would wait forever for a node that the other servers have deleted. If a node has
+/// blocked waiters for one session time-out, this function therefore checks with a majority whether
+/// the node exists. The predecessor of an exclusive claim is checked only as the head of the queue.
+pub(crate) async fn find_stale_blocker(
     session: &ZkSession,
     dir: &str,
     before: &[String],

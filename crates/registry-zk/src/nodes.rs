@@ -15,12 +15,12 @@ use crate::session::{ConfirmedBy, ZkSession};
 pub(crate) struct ListedChildren {
     pub(crate) names: Vec<String>,
     /// The last transaction that wrote the data of the lock's node, or that created it.
-    pub(crate) last_write: i64,
+    pub(crate) parent_mzxid: i64,
 }
 
 impl From<(Vec<String>, Stat)> for ListedChildren {
     fn from((names, stat): (Vec<String>, Stat)) -> Self {
-        Self { names, last_write: stat.mzxid }
+        Self { names, parent_mzxid: stat.mzxid }
     }
 }
 
@@ -98,7 +98,8 @@ pub(crate) async fn read_children(
     Ok(read_listed_children(session, dir).await?.map(|listed| listed.names))
 }
 
-/// Like [`read_children`]. Also returns the last write of `dir` in the same state.
+/// Like [`read_children`]. Also returns the transaction that last wrote `dir`, from the same
+/// response.
 pub(crate) async fn read_listed_children(
     session: &Arc<ZkSession>,
     dir: &str,

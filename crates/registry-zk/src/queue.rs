@@ -118,8 +118,8 @@ struct Contender<'a> {
 
 /// Returns the parts of a name in the form of Curator or kazoo. Returns `None` for any other child.
 fn parse_contender(name: &str) -> Option<Contender<'_>> {
-    // `MARKERS` lists `-lock-` before `lock-`, which it contains. Apart from these two, only one
-    // marker is directly before the number of a name.
+    // `MARKERS` lists `-lock-` before `lock-`, because `-lock-` contains `lock-`. Apart from these
+    // two, only one marker is directly before the number of a name.
     MARKERS.into_iter().find_map(|marker| {
         let at = name.rfind(marker)?;
         let number = parse_number(&name[at + marker.len()..])?;
@@ -238,7 +238,7 @@ pub(crate) const LEASES: &str = "leases";
 const READER: &str = "__READ__";
 const WRITER: &str = "__WRIT__";
 const MARKERS: [&str; 5] = ["-lock-", "lock-", "__lock__", READER, WRITER];
-/// The start of the names of Curator's nodes, and its bytes with the id.
+/// The start of the names of Curator's nodes. `CURATOR_BYTES` counts this start and the id.
 const CURATOR_START: &str = "_c_";
 const CURATOR_BYTES: usize = 39;
 /// The bytes of the id in the names of kazoo's nodes.

@@ -58,7 +58,7 @@ pub(crate) struct ClaimState {
     /// The nodes that a waiting claim waits for, and their watches. For an exclusive claim, this is
     /// the node directly before the own node. In Curator's semaphore, the head of the queue waits
     /// for the parent of the units.
-    pub(crate) blockers: Option<WatchedNodes>,
+    pub(crate) watched_blockers: Option<WatchedNodes>,
     /// The request to upgrade the claim, while its upgrade waits.
     pub(crate) upgrade: Option<UpgradeRequest>,
     /// A change of the mode, or a change to the request to upgrade the claim, was requested, and
@@ -68,7 +68,7 @@ pub(crate) struct ClaimState {
     pub(crate) upgrade_lease: Duration,
     /// The nodes before the own node that only the connected server has, but not a majority. If a
     /// majority later creates a node with the same name, it comes after the own node.
-    pub(crate) nodes_missing_on_majority: Vec<String>,
+    pub(crate) stale_nodes: Vec<String>,
     pub(crate) lease: Duration,
 }
 
@@ -114,7 +114,7 @@ pub(crate) struct WatchedNodes {
     /// The name and the watch of each node. A node has no watch if the [watch budget](WatchBudget)
     /// was used up.
     pub(crate) nodes: Vec<(String, Option<NodeWatch>)>,
-    /// The watches suffice to detect every change that may let the claim be granted.
+    /// `nodes` contains every node whose change may let the claim be granted.
     pub(crate) is_complete: bool,
     pub(crate) verified_at: Moment,
 }
@@ -155,11 +155,11 @@ impl QueueEntry {
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
-            blockers: None,
+            watched_blockers: None,
             upgrade: None,
             is_conversion_unresolved: false,
             upgrade_lease: claim.lease(),
-            nodes_missing_on_majority: Vec::new(),
+            stale_nodes: Vec::new(),
             lease: claim.lease(),
         };
         let bytes = |mode| node_bytes(&dir, claim.id(), naming, QueuedEntry::Claim(mode));
@@ -255,8 +255,8 @@ impl ClaimState {
         self.further_unit_paths.clear();
         self.held_until = None;
         self.own_watch = None;
-        self.blockers = None;
-        self.nodes_missing_on_majority.clear();
+        self.watched_blockers = None;
+        self.stale_nodes.clear();
     }
 
     /// Returns the nodes that the claim waits for, or its upgrade if `claim` is a conversion.
@@ -264,7 +264,7 @@ impl ClaimState {
         if claim.is_conversion() {
             return self.upgrade.as_ref()?.reader.as_ref();
         }
-        self.blockers.as_ref()
+        self.watched_blockers.as_ref()
     }
 
     /// Returns whether the claim certainly has no node in the store.

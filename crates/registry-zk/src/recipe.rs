@@ -32,7 +32,7 @@ use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
 use crate::semaphore::{self, SemaphoreAttempt};
-use crate::session::{SessionPool, ZkSession};
+use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
 /// all nodes before its own, otherwise `Busy`.
@@ -113,7 +113,7 @@ async fn run_attempt(
             Step::QueueChanged => is_queue_changing = true,
         }
     }
-    state.blockers = None;
+    state.watched_blockers = None;
     if !is_queue_changing {
         // Contention is not the cause. In each attempt, the connection broke, or the node or its
         // parent was missing.
@@ -142,17 +142,17 @@ async fn run_step(
         }
         delete_nodes(session, state).await?;
     }
-    let ListedChildren { names, last_write } = if state.node.is_none() {
+    let ListedChildren { names, parent_mzxid } = if state.node.is_none() {
         match create_node(session, entry, state, claim).await? {
             Some(listed) => listed,
             None => return Ok(Step::Retry),
         }
-    } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
+    } else if is_blocked_as_before(session, state.watched_blockers.as_ref()).await? {
         return Ok(Step::Done(Attempt::Busy(Busy::new().with_queue_entry())));
     } else {
         read_children_or_empty(session, entry).await?
     };
-    let children = exclude_missing_on_majority(state, names);
+    let children = exclude_stale_nodes(state, names);
     let queue = sort_contenders(session, &entry.dir, children).await?;
     let Some(node) = &state.node else { return Ok(Step::Retry) };
     let Some(own_index) = queue.position_of(node.name()) else {
@@ -164,7 +164,7 @@ async fn run_step(
     let before = &queue.names()[..own_index];
     // The queue of Curator's semaphore is that of an exclusive lock.
     let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
-    let (dir, watched) = (&entry.dir, state.blockers.as_ref());
+    let (dir, watched) = (&entry.dir, state.watched_blockers.as_ref());
     let keeps_entry = keeps_entry(session, claim);
     match modes::find_blockers(session, dir, before, mode, watched, keeps_entry).await? {
         Blockers::None if is_semaphore => {
@@ -176,7 +176,7 @@ async fn run_step(
             }
         }
         Blockers::None => {
-            if ensure_largest_token(session, entry, state, claim, last_write).await? {
+            if ensure_largest_token(session, entry, state, claim, parent_mzxid).await? {
                 return grant(session, state, claim).map(Step::Done);
             }
             Ok(Step::Retry)
@@ -185,7 +185,7 @@ async fn run_step(
             wait_or_withdraw(session, entry, state, claim, before, mode, blockers).await
         }
         Blockers::Changed => {
-            state.blockers = None;
+            state.watched_blockers = None;
             Ok(Step::QueueChanged)
         }
         Blockers::UnitsMismatch(held_total) => {
@@ -227,10 +227,10 @@ async fn wait_or_withdraw(
     blockers: Vec<Blocker>,
 ) -> Result<Step, BackendError> {
     let dir = &entry.dir;
-    let missing = modes::find_missing_on_majority(session, dir, before, mode, &blockers).await?;
+    let missing = modes::find_stale_blocker(session, dir, before, mode, &blockers).await?;
     if let Some(missing) = missing {
-        state.nodes_missing_on_majority.push(missing);
-        state.blockers = None;
+        state.stale_nodes.push(missing);
+        state.watched_blockers = None;
         return Ok(Step::QueueChanged);
     }
     if !keeps_entry(session, claim) {
@@ -242,10 +242,10 @@ async fn wait_or_withdraw(
         delete_nodes(session, state).await?;
         return Ok(Step::Done(Attempt::Busy(Busy::new())));
     }
-    let watched = state.blockers.take();
+    let watched = state.watched_blockers.take();
     let watched = watch_blockers(session, dir, before, &entry.key, blockers, watched).await?;
     let Some((watched, holder)) = watched else { return Ok(Step::QueueChanged) };
-    state.blockers = Some(watched);
+    state.watched_blockers = Some(watched);
     let busy = Busy::new().with_queue_entry();
     Ok(Step::Done(Attempt::Busy(match holder {
         Some(holder) => busy.with_holder(holder),
@@ -266,7 +266,8 @@ async fn create_node(
     // From here on, a node may exist. A dropped future or a lost response does not undo the
     // request.
     state.is_creation_unresolved = true;
-    // The names of Curator's semaphore do not state how many units a claim takes.
+    // The names of the nodes in Curator's semaphore do not contain the number of units, so the data
+    // states it.
     let is_permit = matches!(claim.mode(), ClaimMode::Permits { .. });
     let stated_mode = (session.config().is_semaphore() && is_permit).then(|| claim.mode());
     let data = encode_node_data(claim, stated_mode, None);
@@ -343,7 +344,7 @@ async fn resolve_creation(
     Ok(())
 }
 
-/// Returns whether the nodes that block a waiter certainly still do. Sends at most one request to
+/// Returns true if the same nodes certainly still block the waiter. Sends at most one request to
 /// the leader, which concurrent callers share, and does not list the queue. Periodically returns
 /// false: the waiter then lists the queue, and so detects a deletion of its own node.
 pub(crate) async fn is_blocked_as_before(
@@ -363,7 +364,7 @@ pub(crate) async fn is_blocked_as_before(
             session.wait_until_connected().await?;
             Ok(false)
         }
-        synced = session.sync_with_leader() => {
+        synced = session.confirm(ConfirmedBy::LeaderAfterPause) => {
             synced?;
             Ok(watched.are_unchanged())
         }
@@ -376,14 +377,14 @@ pub(crate) fn are_blockers_watched(session: &ZkSession, entry: &QueueEntry, clai
     session.is_healthy() && state.awaited_nodes(claim).is_some_and(WatchedNodes::are_unchanged)
 }
 
-/// Removes the nodes that only the connected server has.
-pub(crate) fn exclude_missing_on_majority(
+/// Removes from the list the nodes that the connected server still has and a majority has not.
+pub(crate) fn exclude_stale_nodes(
     state: &mut ClaimState,
     mut children: Vec<String>,
 ) -> Vec<String> {
-    if !state.nodes_missing_on_majority.is_empty() {
-        state.nodes_missing_on_majority.retain(|name| children.contains(name));
-        children.retain(|child| !state.nodes_missing_on_majority.contains(child));
+    if !state.stale_nodes.is_empty() {
+        state.stale_nodes.retain(|name| children.contains(name));
+        children.retain(|child| !state.stale_nodes.contains(child));
     }
     children
 }
@@ -410,7 +411,7 @@ fn grant(
     let lease = lease_within_validity(session, claim.lease())?;
     let until = Moment::now().after(claim.lease());
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
-    state.blockers = None;
+    state.watched_blockers = None;
     let token = state.node.as_ref().and_then(|node| fencing_token(node.grant.token));
     let token = token.ok_or_else(negative_transaction_error)?;
     Ok(Attempt::Granted(Grant::new(token, lease)))
@@ -475,7 +476,7 @@ pub(crate) async fn end_lost_claim(
     state: &mut ClaimState,
     claim: ClaimId,
 ) {
-    // The first unit may exist although another one does not.
+    // If another unit is missing, the node of the first unit may still exist.
     let are_deleted =
         state.further_unit_paths.is_empty() || delete_nodes(session, state).await.is_ok();
     if are_deleted {
@@ -550,9 +551,10 @@ fn request_verification_when_fired(
         watch.wait_until_fired().await;
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
         let state = entry.state.lock().await;
-        // After a release or a conversion by this process, no holder needs a verification.
-        let is_reported = state.own_watch.as_ref().is_some_and(|own| own.watch.has_fired());
-        if state.held_until.is_some() && is_reported {
+        // A release or a conversion by this process also fires the watch. It clears `own_watch`
+        // before it unlocks `entry.state`. Then no holder needs a verification.
+        let has_fired = state.own_watch.as_ref().is_some_and(|own| own.watch.has_fired());
+        if state.held_until.is_some() && has_fired {
             sessions.request_verification(&entry.key);
         }
     });
@@ -649,7 +651,8 @@ async fn search_and_release(
         return Ok(release);
     }
     let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
-        // Permits in the queue hold nothing.
+        // In Curator's semaphore, a node of the queue holds no units. The nodes of the units are
+        // elsewhere.
         QueueHolders::default()
     } else {
         modes::read_holders(session, dir).await?

@@ -9,8 +9,8 @@
 //!
 //! The token is the id of the transaction that granted the claim. This transaction created the
 //! nodes of the units, or wrote the mode into the data of the exclusive claim's node. The
-//! transaction that enqueued the claim cannot be the token, because a claim before it may have been
-//! granted later.
+//! transaction that enqueued the claim cannot be the token. A claim before it in the queue may have
+//! been granted by a later transaction.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -112,7 +112,7 @@ async fn try_grant_head(
         delete_nodes(session, state).await?;
         return Ok(SemaphoreAttempt::Busy(Busy::new()));
     }
-    state.blockers = Some(WatchedNodes {
+    state.watched_blockers = Some(WatchedNodes {
         nodes: vec![(LEASES.to_owned(), watch)],
         is_complete: true,
         verified_at: Moment::now(),
@@ -448,5 +448,5 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
         .with_token(fencing_token(token))
 }
 
-/// How long a claim that does not wait for units waits until a claim before it leaves the queue.
+/// The time limit of [`wait_for_predecessor`].
 const PREDECESSOR_WAIT_MAX: Duration = Duration::from_millis(250);

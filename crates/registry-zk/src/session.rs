@@ -41,13 +41,14 @@ type ReleaseAbandoned = fn(&Arc<ZkSession>);
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
     release_abandoned: ReleaseAbandoned,
-    registries: InvalidationSet,
+    subscribers: InvalidationSet,
     /// The sessions that have not ended, oldest first. A new claim goes to the first session with
     /// capacity for its node.
     live: Mutex<Vec<Arc<ZkSession>>>,
     /// The failures to open a session. Locked while a session is opened.
     open_backoff: tokio::sync::Mutex<ConnectBackoff>,
-    /// The earliest time at which the backend may open a session only to watch more nodes.
+    /// The earliest time at which the backend may open a session whose only purpose is to watch
+    /// more nodes.
     extra_session_allowed_at: Mutex<Moment>,
     /// The claims whose session has ended, and the time of the end. A claim is removed when the
     /// engine is notified of the end.
@@ -62,7 +63,7 @@ impl SessionPool {
         Arc::new(Self {
             config: Arc::new(config),
             release_abandoned,
-            registries: InvalidationSet::default(),
+            subscribers: InvalidationSet::default(),
             live: Mutex::default(),
             open_backoff: tokio::sync::Mutex::default(),
             extra_session_allowed_at: Mutex::new(Moment::now()),
@@ -71,8 +72,8 @@ impl SessionPool {
         })
     }
 
-    pub(crate) fn registries(&self) -> &InvalidationSet {
-        &self.registries
+    pub(crate) fn subscribers(&self) -> &InvalidationSet {
+        &self.subscribers
     }
 
     /// Returns the leader's time since 1970, as estimated from the newest node that this client has
@@ -86,7 +87,7 @@ impl SessionPool {
 
     /// Makes all registries verify their claims on `key`.
     pub(crate) fn request_verification(&self, key: &Key) {
-        self.registries.notify(key);
+        self.subscribers.notify(key);
     }
 
     /// Returns a connected session for requests that any session can send. Opens a session if none
@@ -189,8 +190,9 @@ impl SessionPool {
             && *lock(&self.extra_session_allowed_at) <= Moment::now()
     }
 
-    /// Opens a session for `entry`. If another session has capacity, this function waits only for
-    /// `EXTRA_SESSION_TIMEOUT`. A failure then returns the other session.
+    /// Opens a session for `entry`. If another session has capacity, this function waits for at
+    /// most `EXTRA_SESSION_TIMEOUT`. If no session is opened in this time, it returns the other
+    /// session.
     async fn open_for(
         self: &Arc<Self>,
         entry: &QueueEntry,
@@ -511,6 +513,9 @@ pub(crate) enum ConfirmedBy {
     Majority,
     /// The leader, by a `sync`. A partitioned former leader also responds for a while.
     Leader,
+    /// As `Leader`, but at least [`LEADER_PAUSE`] after the previous `sync`, so that many waiters
+    /// share one request.
+    LeaderAfterPause,
 }
 
 pub(crate) struct ZkSession {
@@ -529,7 +534,7 @@ pub(crate) struct ZkSession {
     /// The time at which a confirmation by the leader was last requested.
     leader_requested_at: Mutex<Moment>,
     /// The next confirmation for each value of [`ConfirmedBy`], until its request is sent.
-    next_confirmations: [Mutex<Option<SharedConfirmation>>; 2],
+    next_confirmations: [Mutex<Option<SharedConfirmation>>; 3],
     /// The number of reconnects.
     reconnects: AtomicU32,
     entries: Mutex<SessionEntries>,
@@ -724,8 +729,16 @@ impl ZkSession {
             return confirmation.clone();
         }
         let session = Arc::downgrade(self);
+        let pause = match by {
+            ConfirmedBy::Majority | ConfirmedBy::Leader => Duration::ZERO,
+            ConfirmedBy::LeaderAfterPause => self.pause_before_leader(),
+        };
         let confirmation = async move {
-            // The yield lets other ready tasks join this confirmation.
+            // Other callers can join this confirmation during the pause. During the yield, callers
+            // in tasks that are ready now can join it.
+            if !pause.is_zero() {
+                sleep(pause).await;
+            }
             tokio::task::yield_now().await;
             let session =
                 session.upgrade().ok_or_else(|| to_backend_error(&Error::ClientClosed))?;
@@ -733,7 +746,7 @@ impl ZkSession {
             session.wait_until_connected().await?;
             match by {
                 ConfirmedBy::Majority => session.confirm_by_write().await,
-                ConfirmedBy::Leader => {
+                ConfirmedBy::Leader | ConfirmedBy::LeaderAfterPause => {
                     *lock(&session.leader_requested_at) = Moment::now();
                     let synced = session.with_request_timeout(session.client().sync("/")).await?;
                     synced.map_err(|error| to_backend_error(&error))
@@ -745,17 +758,11 @@ impl ZkSession {
         confirmation
     }
 
-    /// Waits until the connected server has applied all changes that the leader had before this
-    /// call. Waiters that call within [`LEADER_PAUSE`] after a request to the leader share the next
-    /// request.
-    pub(crate) async fn sync_with_leader(self: &Arc<Self>) -> Result<(), BackendError> {
+    /// Returns the rest of [`LEADER_PAUSE`] since the last request to the leader. The engine's
+    /// operation time-out includes this pause, so it is limited.
+    fn pause_before_leader(&self) -> Duration {
         let next = lock(&self.leader_requested_at).after(LEADER_PAUSE);
-        // The engine's operation time-out includes the pause, so the pause is limited.
-        let pause = next.since(Moment::now()).min(self.config.request_timeout / 5);
-        if !pause.is_zero() {
-            sleep(pause).await;
-        }
-        self.confirm(ConfirmedBy::Leader).await
+        next.since(Moment::now()).min(self.config.request_timeout / 5)
     }
 
     /// Returns whether the client is connected and the session is certain to exist for more than
@@ -955,7 +962,7 @@ async fn keep_alive(
 /// lock and the predecessor of every waiter. See [`WatchBudget`].
 const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
 
-/// The time limit of an acquisition for opening a session only to watch more nodes.
+/// How long an acquisition waits for a session that is opened only to watch more nodes.
 const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause between a failure to open a session only to watch more nodes and the next attempt.
 const EXTRA_SESSION_PAUSE: Duration = Duration::from_secs(30);

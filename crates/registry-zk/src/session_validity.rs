@@ -26,7 +26,7 @@ pub(crate) struct SessionValidity {
     timeout: Duration,
     /// The writes that a majority has committed, oldest first.
     committed_writes: Vec<CommittedWrite>,
-    /// The leader knows of activity in the session at this time or later.
+    /// The leader has learnt of activity in the session that took place at this time or later.
     confirmed_at: Moment,
 }
 
@@ -44,8 +44,8 @@ fn report_delay_max(timeout: Duration) -> Duration {
 }
 
 impl SessionValidity {
-    /// Returns the validity of a session that was requested at `requested_at`. The leader creates
-    /// the session, so its knowledge of activity starts with the creation.
+    /// Returns the validity of a session that was requested at `requested_at`. The leader itself
+    /// creates the session, so this activity needs no report.
     pub(crate) fn new(timeout: Duration, requested_at: Moment) -> Self {
         Self { timeout, committed_writes: Vec::new(), confirmed_at: requested_at }
     }

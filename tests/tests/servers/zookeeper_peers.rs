@@ -599,7 +599,9 @@ fn compile_curator_peer() -> io::Result<PathBuf> {
         fs::create_dir_all(parent)?;
         let incomplete = tempfile::tempdir_in(parent)?;
         let mut javac = Command::new("javac");
-        javac.args(["-cp", CURATOR_CLASSES, "-d"]).arg(incomplete.path().join("classes"));
+        // Without the option, the encoding depends on the locale.
+        javac.args(["-encoding", "UTF-8", "-cp", CURATOR_CLASSES]);
+        javac.arg("-d").arg(incomplete.path().join("classes"));
         let output = javac.arg(source).output()?;
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let renamed = fs::rename(incomplete.path().join("classes"), &classes);

@@ -124,8 +124,8 @@ impl MessageSender {
     }
 
     /// Removes the oldest messages, which a stopped watchdog has not read. Keeps the newer
-    /// messages, because a watchdog that resumes at this point must find a newer message than its
-    /// last message.
+    /// messages. A watchdog that resumes at this point must find a message that is newer than the
+    /// last one that it has read.
     fn discard_oldest(&mut self) {
         let _ = self.read_end.read(&mut [0; DISCARDED_BYTES]);
     }

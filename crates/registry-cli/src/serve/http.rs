@@ -329,7 +329,7 @@ async fn break_lock(
             "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`",
         ));
     }
-    // A task of its own, because a closed connection must not cancel the release.
+    // The release runs in its own task, because a closed connection must not cancel it.
     let release = tokio::spawn({
         let server = Arc::clone(&server);
         async move {

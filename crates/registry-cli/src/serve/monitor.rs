@@ -58,7 +58,8 @@ pub(crate) struct Published {
 }
 
 /// The holders and waiters of a key as the page shows them. Times are points in time, in
-/// milliseconds since 1970: unlike ages, they change only if the lock changes.
+/// milliseconds since 1970. Unlike ages, they do not change as long as the lock does not change.
+/// [`keep_times`] removes small differences.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Row {
     key: Key,
@@ -87,8 +88,9 @@ struct Update<'a> {
     all: bool,
     /// The time of the snapshot.
     at: u64,
-    /// The time of the last attempt on the clock of the server, for the difference to the clock of
-    /// the browser. After failures, `at` is much older.
+    /// The time of the last attempt on the clock of the server, which the page compares with the
+    /// clock of the browser. `at` cannot be used for this, because it stays the same while
+    /// snapshots fail.
     now: u64,
     error: Option<&'a str>,
     /// Grants per second.
@@ -107,8 +109,8 @@ const LATE_EVENTS_MAX: usize = 16;
 
 /// The share of one processor that this process may use on average.
 const PROCESSOR_SHARE: f64 = 0.04;
-/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. It bounds
-/// the age of the data that the page shows.
+/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. With a
+/// shorter interval, it limits the age of the data that the page shows.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// The minimum pause after a snapshot, in multiples of its duration. Limits the load of a store
@@ -172,14 +174,16 @@ impl Monitor {
     pub(crate) async fn run(&self, interval: Duration) {
         let mut grants = GrantCounter::default();
         grants.record(&self.published().snapshot);
-        // Requests of clients may delay snapshots less than expensive snapshots may.
+        // The processor time of clients' requests may lengthen the pause by less than that of
+        // snapshots: 5 s against 60 s.
         let mut snapshot_cpu = ProcessorLimit::new(PAUSE_MAX);
         let mut request_cpu = ProcessorLimit::new(SHORT_PAUSE_MAX);
         let mut took = Duration::ZERO;
         let (mut ended_at, mut used_at_end) = (Instant::now(), processor_time());
         loop {
             let before = self.published();
-            // With a long interval, the page would otherwise show one failure for all of it.
+            // A failed snapshot is repeated soon. With a long interval, the page would show the
+            // failure until the next snapshot.
             let interval =
                 if before.error.is_some() { interval.min(SHORT_PAUSE_MAX) } else { interval };
             let store_pause = (took * SNAPSHOT_PAUSE_FACTOR).min(PAUSE_MAX);

@@ -102,7 +102,8 @@ fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
         let mut blockers = HashMap::new();
         for holder in holders {
             let Some(units) = blocking_units(claim.mode, holder.mode) else { continue };
-            // A holder with the same label is another task of the process, which continues.
+            // A holder with the same label is another task of the same process. This task
+            // continues, so it does not block the claim.
             if let Some(label) = holder.label.as_deref().filter(|label| *label != waiter) {
                 let taken: &mut u32 = blockers.entry(label).or_default();
                 *taken = taken.saturating_add(units);

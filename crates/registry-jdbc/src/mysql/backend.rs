@@ -152,8 +152,8 @@ impl Dialect for MySql {
             if !is_locked(table, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
             }
-            // `is_locked` also returns true if the row does not exist. So the claim must still hold
-            // the key.
+            // `is_locked` also returns true if the row does not exist. `has_entry` excludes that
+            // case: it requires a row that contains the claim.
             table.has_entry(claim, ConnectionUse::Release).await
         })
         .await
@@ -389,7 +389,7 @@ async fn holder_connection(
     let statement =
         Statement::new(&table.store.statements.holder_connection, [table.id_value(key)]);
     let found = match table.store.client.query(ConnectionUse::Release, &statement).await {
-        Err(error) if MySql::is_missing_named_locks(&error) => return Ok(None),
+        Err(error) if MySql::lacks_named_locks(&error) => return Ok(None),
         found => found?,
     };
     let Some(row) = found.first() else { return Ok(None) };

@@ -146,7 +146,7 @@ impl BackendConfig for MySqlConfig {
     }
 }
 
-/// Turns off the session settings of sqlx, because `client` sends all settings in one statement.
+/// Turns off the session settings of sqlx, because `client` sends all settings in one message.
 fn without_session_settings(server: MySqlConnectOptions) -> MySqlConnectOptions {
     server
         .pipes_as_concat(false)

@@ -57,7 +57,7 @@ impl ServerErrors for MySql {
     }
 
     /// The nodes of some clusters have no named locks.
-    fn is_missing_named_locks(error: &BackendError) -> bool {
+    fn lacks_named_locks(error: &BackendError) -> bool {
         matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
     }
 }

@@ -107,8 +107,7 @@ async fn fetch_meta(
     texts: &MySqlStatements,
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
-    // If only some of the tables exist, the newest one is missing. The caller then creates
-    // the missing tables.
+    // Tables of an older version lack the newest table. The caller then creates the missing tables.
     match send_plain(connection, texts.has_newest_table.as_str().to_owned()).await {
         // A user without rights on the newest table, that of waiters, can lock.
         Err(error) if is_table_denied(&error) => {}

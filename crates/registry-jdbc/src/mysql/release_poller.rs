@@ -35,8 +35,8 @@ const PAUSE_DIVISOR: u32 = 8;
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 /// The maximum pause between two polls of a key, before [`jittered`] varies it.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// The task spends at most one part in this number of its time on polls, unless the pause after a
-/// poll is limited by [`PAUSE_AFTER_POLL_MAX`].
+/// Polls take at most a tenth (one divided by this number) of the task's time, unless
+/// [`PAUSE_AFTER_POLL_MAX`] limits the pause after a poll.
 const POLL_TIME_DIVISOR: u32 = 10;
 /// The maximum pause after a poll, so that a server is polled soon after an outage.
 const PAUSE_AFTER_POLL_MAX: Duration = Duration::from_secs(1);

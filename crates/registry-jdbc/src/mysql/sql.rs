@@ -207,7 +207,7 @@ const RELEASE_WITHOUT_OWNER: SqlMutation =
     SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2", "claim <> $2");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
-// The replacements omit the clock, which would hide the bug.
+// The replacements omit the clock, because the clock's growing values would hide the bug.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
     Mutant::ConstantToken,
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
@@ -260,9 +260,9 @@ const LABEL_SIZE: &str = "\
     SELECT CAST(character_octet_length AS SIGNED) FROM information_schema.columns \
     WHERE table_schema = $1 AND table_name = $2 AND column_name = 'label'";
 
-/// Grants the key if no claim holds it, not even the given claim. The response contains the token
-/// as the *last insert id*. Zero means that nothing was granted. The affected row count does not
-/// show a grant, because sqlx counts a row that was found and left unchanged.
+/// Grants the key if it is free. A key that the given claim itself holds is not free. The response
+/// contains the token as the *last insert id*. Zero means that nothing was granted. The affected
+/// row count does not show a grant, because sqlx counts a row that was found and left unchanged.
 ///
 /// If the key is held in the statement's snapshot, nothing is selected. So a busy attempt costs no
 /// write, no lock and no flush, and the last insert id stays zero. If the key is free in the
@@ -393,8 +393,8 @@ const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = $2 AND until > {now}";
 
-/// Returns the columns of the key's row that requests change, the server's time, and the largest
-/// token of all purged rows. Without a row, its columns are NULL.
+/// Returns the columns of the key's row that requests can change, the server's time, and the
+/// largest token of all purged rows. Without a row, its columns are NULL.
 ///
 /// Parameters: id.
 const READ_ROW: &str = "\
@@ -574,7 +574,7 @@ const LOCK_ROW: &str = "\
 const IS_CURRENT_IN_SNAPSHOT: &str = "\
     SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED) FROM {meta} WHERE id = 1";
 
-/// Writes the token of a grant to a transaction, and leaves the row free.
+/// Writes the token of a lock that the caller's transaction acquires, and leaves the row free.
 ///
 /// Parameters: id, token.
 const RAISE_TOKEN: &str = "\

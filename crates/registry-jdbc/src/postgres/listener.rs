@@ -33,9 +33,9 @@ type LockId = [u8; 16];
 /// whether a listener exists.
 ///
 /// A listener's session holds all presence locks of the channel in shared mode. A release tries to
-/// take one presence lock exclusively until its transaction ends. If it gets the lock, no
-/// listener existed. A listener that starts now waits for this transaction. Its callers check the
-/// lock afterwards.
+/// take one presence lock exclusively until its transaction ends. If it gets the presence lock, no
+/// listener exists. A listener that starts now waits for the end of this transaction before it
+/// wakes its callers, which then try the registry's lock again.
 ///
 /// If the release fails to take the presence lock, a listener exists, or another release holds that
 /// lock. The second case costs one needless notification, and several presence locks make it rare.
@@ -134,8 +134,8 @@ impl PgReleaseListener {
     }
 
     /// Listens on a new connection and runs `send_probe`, which sends `payload`. Returns whether
-    /// `payload` arrived. The payload does not arrive through a pooler that changes connections, or
-    /// in another database.
+    /// `payload` arrived. The payload does not arrive if a pooler changes connections, or if the
+    /// two connections lead to different databases.
     pub(super) async fn self_test(
         &self,
         payload: &str,
@@ -244,7 +244,8 @@ impl ListenerState {
     }
 }
 
-/// Connects repeatedly, until no caller has waited during more than [`IDLE_CHECKS_MAX`] checks.
+/// Connects repeatedly, until more than [`IDLE_CHECKS_MAX`] consecutive checks have found no
+/// waiting caller, or an attempt to connect fails while no caller waits.
 async fn run_listener(
     shared: Arc<ListenerShared>,
     server: PgConnectOptions,
@@ -285,8 +286,8 @@ async fn connect(
     Ok(listener)
 }
 
-/// Receives notifications. Returns false if the connection breaks, true if no caller has waited
-/// during more than [`IDLE_CHECKS_MAX`] checks.
+/// Receives notifications. Returns false if the connection breaks, true if more than
+/// [`IDLE_CHECKS_MAX`] consecutive checks have found no waiting caller.
 async fn receive(
     shared: &ListenerShared,
     mut listener: PgListener,

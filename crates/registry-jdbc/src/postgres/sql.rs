@@ -173,7 +173,7 @@ const RELEASE_WITHOUT_OWNER: SqlMutation =
     SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
-// The mutated texts omit the clock, which would hide the mutation.
+// The mutated texts omit the clock, because the clock's growing values would hide the mutation.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
     Mutant::ConstantToken,
     "greatest(excluded.token, l.token + l.block)",
@@ -204,8 +204,8 @@ const META: &str = "\
     SELECT version::bigint, uuid_send(store), true, current_setting('transaction_isolation') <> 'read committed' \
     FROM {meta} WHERE id = 1";
 
-/// Grants the key if no claim holds it, not even the given claim. If the key is held, the statement
-/// returns no row; [`CURRENT_GRANT`] then returns the holder.
+/// Grants the key if it is free. A key that the given claim itself holds is not free. If the key is
+/// held, the statement returns no row; [`CURRENT_GRANT`] then returns the holder.
 ///
 /// If the key is held in the statement's snapshot, the row is not touched. So a busy attempt costs
 /// no write and no flush. If the key is free in the snapshot, the assignment of `id` to itself
@@ -400,8 +400,8 @@ const FENCE: &str = "\
                 + encode(substr(label, position($4::bytea IN label) + 100, 10), 'escape')::bigint > $3::bigint END \
     FOR KEY SHARE";
 
-/// Returns the columns of the key's row that requests change, the server's time, and the largest
-/// token of all deleted rows. Without a row, its columns are NULL.
+/// Returns the columns of the key's row that requests can change, the server's time, and the
+/// largest token of all deleted rows. Without a row, its columns are NULL.
 ///
 /// Parameters: id
 const READ_ROW: &str = "\
@@ -628,9 +628,10 @@ const SESSION_TRY_LOCK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Releases an advisory lock, and notifies the listeners if there are any; see
-/// [`NotificationChannel`](super::listener::NotificationChannel). The transaction keeps the
-/// presence lock until the lock is visibly free, whichever call runs first. `synchronous_commit` is
-/// set only with a notification, because otherwise the transaction writes nothing.
+/// [`NotificationChannel`](super::listener::NotificationChannel). The presence lock lasts until the
+/// end of the transaction, when the advisory lock is already free, whichever call runs first.
+/// `synchronous_commit` is set only with a notification, because otherwise the transaction writes
+/// nothing.
 ///
 /// Parameters: advisory lock, channel, message, presence lock
 const SESSION_UNLOCK: &str = "\

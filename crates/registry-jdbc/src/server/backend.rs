@@ -24,9 +24,9 @@ use super::{RowLockSessions, SessionProtocol as _, SpringTable, SqlSession};
 /// What a lock in a database server is, and when it ends.
 ///
 /// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So
-/// programs with different modes of these three may share a namespace. `Session` respects the
-/// leases of a namespace, but leases do not respect session locks. So all programs of a namespace
-/// must use `Session` if one program does.
+/// programs with different modes of these three may share a namespace. A session lock is not
+/// granted while the key has a lease, but a lease is granted even while the key has a session lock.
+/// So all programs of a namespace must use `Session` if one program does.
 ///
 /// Locks of the modes `Session` and `Row` end with a connection:
 ///
@@ -52,8 +52,8 @@ pub enum SqlMode {
     /// connection several times a second. If the connection is broken, the backend notifies all
     /// holders at once.
     ///
-    /// The server knows neither the key nor the holder of such a lock, so the lock cannot be listed
-    /// or broken. An administrator can only end the session (`pg_terminate_backend`, `KILL`), which
+    /// The server's lock contains neither the key nor the holder, so the backend cannot list or
+    /// break it. An administrator can only end the session (`pg_terminate_backend`, `KILL`), which
     /// frees all of its locks. A pooler or proxy that gives each transaction or statement another
     /// connection would pass locks to unrelated clients. If the backend detects such a pooler,
     /// opening or locking fails.

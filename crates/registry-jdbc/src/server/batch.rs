@@ -8,9 +8,9 @@ use super::lease_table::LeaseTable;
 use super::statement::fencing_token;
 
 impl<D: Dialect> LeaseTable<D> {
-    /// Grants all claims in one statement. Declines unless this process recently released all of
-    /// the keys. Otherwise some rows probably do not exist or are held, and the statement would
-    /// grant nothing.
+    /// Grants all claims in one statement. Declines if there is a key that this process has not
+    /// recently released: its row probably does not exist or is held, and the statement would grant
+    /// nothing.
     pub(super) async fn try_acquire_all(
         &self,
         claims: &[Claim],
@@ -30,8 +30,8 @@ impl<D: Dialect> LeaseTable<D> {
         grants.map(BatchAttempt::Granted).map_err(BackendError::as_unknown)
     }
 
-    /// Releases all claims in one statement. Then releases each claim that the statement did not
-    /// find with a separate statement, because the claim may be in a record.
+    /// Releases all claims in one statement. A separate statement then releases each claim that the
+    /// first statement did not find, because that claim may be in a record.
     pub(super) async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
         let freed = match D::release_all(self, claims).await {
             Ok(freed) => freed,

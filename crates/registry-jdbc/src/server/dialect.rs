@@ -60,7 +60,7 @@ pub(crate) trait ServerErrors {
 
     /// Returns whether a query for holders failed because the server does not have the named locks
     /// that identify the connection of a row's holder.
-    fn is_missing_named_locks(_error: &BackendError) -> bool {
+    fn lacks_named_locks(_error: &BackendError) -> bool {
         false
     }
 }
@@ -174,7 +174,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         std::future::ready(Ok(Vec::new()))
     }
 
-    /// Waits until no open transaction that `claim` fences blocks its release.
+    /// If an open transaction that `claim` fences blocks the release of `claim`, waits for the end
+    /// of the transaction.
     fn wait_for_fence(
         _rows: &LeaseTable<Self>,
         _claim: &Claim,
@@ -193,7 +194,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         key: &Key,
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 
-    /// Deletes the dead rows of the batch that begins at the id `start`. Returns the number of
+    /// Deletes the dead rows of the batch that begins at the id `start`. A row is dead if its
+    /// `since` and `until` are both older than the setting `purge_after`. Returns the number of
     /// deleted rows.
     fn purge_batch(
         store: &Store<Self>,

@@ -26,8 +26,8 @@ pub(crate) struct RowStatements {
     pub(crate) reacquire: StatementText,
     pub(crate) current_grant: StatementText,
     pub(crate) holders: HolderStatements,
-    /// The same queries without session holders, for servers that cannot identify the connection
-    /// that holds a row.
+    /// The same queries for leases only, for servers without named locks. Such a server cannot
+    /// report which connection has a row locked for a claim.
     pub(crate) lease_holders_only: Option<HolderStatements>,
     pub(crate) release: StatementText,
     pub(crate) fence: StatementText,
@@ -43,7 +43,7 @@ pub(crate) struct RowStatements {
     /// As `write_record`, for renewals. Skips a row that another transaction has locked, so that it
     /// does not delay other renewals.
     pub(crate) write_renewal: StatementText,
-    /// As `write_record`, after the end of all transactions that fence the key.
+    /// As `write_record`, but first waits for all open transactions that fence the key.
     pub(crate) write_grant: StatementText,
     /// As `reacquire`, for a claim that is then alone in a record.
     pub(crate) reacquire_single_claim: StatementText,
@@ -132,7 +132,7 @@ impl<D: Dialect> LeaseTable<D> {
     async fn acquire(
         &self,
         claim: &Claim,
-        wakeup_position: u64,
+        notification_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let id = self.id_value(claim.key());
         let [token_block, label, lease] =
@@ -155,7 +155,7 @@ impl<D: Dialect> LeaseTable<D> {
             return Ok(Some(Attempt::Granted(grant)));
         }
         // The holder may be this claim itself, if the answer to an earlier attempt was lost.
-        self.attempt_from_current_row(claim, wakeup_position)
+        self.attempt_from_current_row(claim, notification_position)
             .await
             .map_err(BackendError::as_unknown)
     }
@@ -165,25 +165,26 @@ impl<D: Dialect> LeaseTable<D> {
     pub(crate) async fn attempt_from_current_row(
         &self,
         claim: &Claim,
-        wakeup_position: u64,
+        notification_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let rows = self.current_grant(claim.key(), ConnectionUse::Acquire).await?;
         let Some(row) = rows.first() else { return Ok(None) };
         let holder_id = bytes::<D>(row, 0)?;
         if holder_id.as_deref() == Some(&RECORD_MARKER) {
-            return Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some);
+            return Box::pin(self.attempt_on_record(claim, notification_position)).await.map(Some);
         }
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
         let is_own = holder_id.as_deref() == Some(&claim.id().to_bytes());
-        let version =
-            self.wakeups.busy_version(wakeup_position, fencing_token::<D>(number::<D>(row, 1)?)?);
+        let version = self
+            .wakeups
+            .busy_version(notification_position, fencing_token::<D>(number::<D>(row, 1)?)?);
         match attempt_from_existing_grant::<D>(claim, is_own, holder, version)? {
             Attempt::Busy(_) if claim.joins_queue() => {
-                Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some)
+                Box::pin(self.attempt_on_record(claim, notification_position)).await.map(Some)
             }
-            // A wake check lets the engine poll less often. A busy response from a record has none:
-            // the expiry of an entry sends no notification, so the engine must poll at its usual
-            // interval.
+            // With a wake check, the engine polls less often. A busy response from a record gets
+            // none: no notification is sent when an entry expires, so the engine must poll at its
+            // usual interval.
             Attempt::Busy(busy) => Ok(Some(Attempt::Busy(match self.wakeups.wake_check() {
                 Some(check) => busy.with_wake_check(check),
                 None => busy,
@@ -196,7 +197,7 @@ impl<D: Dialect> LeaseTable<D> {
     async fn attempt_once(
         &self,
         claim: &Claim,
-        wakeup_position: u64,
+        notification_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let row = self.row_id(claim.key());
         let is_exclusive = is_exclusive_grant(claim);
@@ -204,19 +205,20 @@ impl<D: Dialect> LeaseTable<D> {
             if let Some(grant) = Box::pin(self.reacquire_single_claim(claim)).await? {
                 return Ok(Some(Attempt::Granted(grant)));
             }
-            let attempt = Box::pin(self.attempt_on_record(claim, wakeup_position)).await;
+            let attempt = Box::pin(self.attempt_on_record(claim, notification_position)).await;
             return attempt.map(Some).map_err(BackendError::as_unknown);
         }
         if !is_exclusive || self.rows_with_records.remove(row) {
             // Boxed, because the future is large, and most attempts need no record.
-            return Box::pin(self.attempt_on_record(claim, wakeup_position)).await.map(Some);
+            return Box::pin(self.attempt_on_record(claim, notification_position)).await.map(Some);
         }
         if self.rows_waited_without_wakeup.remove(row)
-            && let Some(attempt) = self.attempt_from_current_row(claim, wakeup_position).await?
+            && let Some(attempt) =
+                self.attempt_from_current_row(claim, notification_position).await?
         {
             return Ok(Some(attempt));
         }
-        self.acquire(claim, wakeup_position).await
+        self.acquire(claim, notification_position).await
     }
 
     /// Returns claim, token, label and times of the key's grant.
@@ -245,7 +247,7 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Returns the holder of one key, or the holders of the namespace. If the server cannot report
-    /// session holders, the query returns only leases.
+    /// the holders of row locks, the query returns only leases.
     pub(crate) async fn query_holders(
         &self,
         key: Option<&Key>,
@@ -253,7 +255,7 @@ impl<D: Dialect> LeaseTable<D> {
         let value = key.map_or_else(|| self.namespace_value(), |key| self.id_value(key));
         let RowStatements { holders, lease_holders_only, .. } = self.statements();
         match (self.store.query(holders.select(key), [value.clone()]).await, lease_holders_only) {
-            (Err(error), Some(lease_holders)) if D::is_missing_named_locks(&error) => {
+            (Err(error), Some(lease_holders)) if D::lacks_named_locks(&error) => {
                 self.store.query(lease_holders.select(key), [value]).await
             }
             (holders, _) => holders,
@@ -279,11 +281,11 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
     async fn attempt(
         &self,
         claim: &Claim,
-        wakeup_position: u64,
+        notification_position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
-        match self.attempt_once(claim, wakeup_position).await {
+        match self.attempt_once(claim, notification_position).await {
             Err(error) if D::is_row_lock_error(&error) => {
-                D::attempt_on_locked_row(self, claim, wakeup_position, error).await
+                D::attempt_on_locked_row(self, claim, notification_position, error).await
             }
             attempt => attempt,
         }

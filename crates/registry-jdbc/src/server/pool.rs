@@ -285,8 +285,8 @@ impl<C: Connection> ResponseTimer<'_, '_, C> {
     /// Waits for `response` up to the time limit. Returns `None` if the server did not answer.
     ///
     /// After a shorter time, it assumes that this connection is half open. The idle connections are
-    /// equally old, so it closes them. It also permits one more connection in place of this
-    /// connection. So a repeated renewal does not use one half-open connection after another.
+    /// probably half open too, so it closes them. It also permits one more connection in place of
+    /// this connection. So a repeated renewal does not use one half-open connection after another.
     pub(crate) async fn wait_for<T>(self, response: impl Future<Output = T>) -> Option<T> {
         let limits = &self.pool.limits;
         let late_after = limits.late_after(self.connection_use);

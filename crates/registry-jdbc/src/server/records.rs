@@ -207,7 +207,7 @@ impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn attempt_on_record(
         &self,
         claim: &Claim,
-        wakeup_position: u64,
+        notification_position: u64,
     ) -> Result<Attempt, BackendError> {
         for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Acquire).await?;
@@ -222,7 +222,7 @@ impl<D: Dialect> LeaseTable<D> {
             let is_granted = matches!(attempt, Attempt::Granted(_));
             if !is_granted && record.may_skip_write(&before, claim, stored.now()) {
                 let row = stored.columns.as_ref();
-                return Ok(self.with_seen_version(claim, attempt, wakeup_position, row));
+                return Ok(self.with_seen_version(claim, attempt, notification_position, row));
             }
             if record == before {
                 return Ok(attempt);
@@ -250,7 +250,7 @@ impl<D: Dialect> LeaseTable<D> {
                     return Ok(self.with_seen_version(
                         claim,
                         attempt,
-                        wakeup_position,
+                        notification_position,
                         Some(&written),
                     ));
                 }
@@ -267,7 +267,7 @@ impl<D: Dialect> LeaseTable<D> {
                         return Ok(self.with_seen_version(
                             claim,
                             attempt,
-                            wakeup_position,
+                            notification_position,
                             stored.columns.as_ref(),
                         ));
                     }
@@ -304,14 +304,14 @@ impl<D: Dialect> LeaseTable<D> {
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds the version after which a busy claim waits for a release: `wakeup_position`, or the
-    /// version of `row` if the server sends no notifications. For a busy claim, also adds the row
-    /// to `rows_with_records`.
+    /// Adds the version after which a busy claim waits for a release: `notification_position`, or
+    /// the version of `row` if the server sends no notifications. For a busy claim, also adds the
+    /// row to `rows_with_records`.
     fn with_seen_version(
         &self,
         claim: &Claim,
         attempt: Attempt,
-        wakeup_position: u64,
+        notification_position: u64,
         row: Option<&Columns>,
     ) -> Attempt {
         match attempt {
@@ -321,7 +321,9 @@ impl<D: Dialect> LeaseTable<D> {
                     row.map_or(0, |row| if row.has_record() { row.since } else { row.token });
                 let version = FencingToken::try_from(version).unwrap_or(FencingToken::MAX);
                 Attempt::Busy(
-                    busy.with_seen_version(self.wakeups.busy_version(wakeup_position, version)),
+                    busy.with_seen_version(
+                        self.wakeups.busy_version(notification_position, version),
+                    ),
                 )
             }
             attempt => attempt,

@@ -834,8 +834,8 @@ const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(100),
 ];
 
-/// No purge deletes the row until this time after [`HeldLock::since`] has passed. This is shorter
-/// than [`PURGE_AFTER_MIN`], because a purge counts from the grant, which precedes the response.
+/// For this time after [`HeldLock::since`], no purge deletes the row. This is shorter than
+/// [`PURGE_AFTER_MIN`], because a purge counts from the grant, which precedes the response.
 const PURGE_AGE_MIN: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// The interval between checks of the session while a lock is held.

@@ -3,8 +3,8 @@
 //! The texts number their parameters: `$1` is the first value. `$1...` is a list of values, which
 //! the text encloses in parentheses. A [`Dialect`] converts the parameters to its own form.
 //!
-//! Plain text serves three purposes. It needs no escaping, because all values are numbers, bytes in
-//! hexadecimal digits, or plain words.
+//! Plain text needs no escaping, because all values are numbers, bytes in hexadecimal digits, or
+//! plain words. It serves three purposes:
 //!
 //! - A pooler may give each transaction another connection. The next connection may lack a prepared
 //!   statement, or have another client's statement of the same name.

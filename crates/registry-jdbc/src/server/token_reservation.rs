@@ -29,7 +29,7 @@ pub(crate) struct WrittenRow {
     pub(crate) tokens: Range<i64>,
 }
 
-/// What a session knows about a key before an attempt: how the grant may obtain its token.
+/// How an attempt of a session may obtain its token, given the session's earlier grants of the key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TokenPlan {
     /// The expected content of the row, if this session was granted the key recently.

@@ -40,7 +40,7 @@ const READ_DELAYS: [Duration; 4] = [
     Duration::from_millis(20),
     Duration::from_millis(100),
 ];
-/// Reads take about the total time divided by this number, at most.
+/// Reads take at most about a tenth (one divided by this number) of the total time.
 const READ_TIME_DIVISOR: u32 = 10;
 /// The minimum time that the budget charges for each chunk of keys. With continuous commits, it
 /// keeps the reads 3 ms apart.

@@ -31,9 +31,10 @@ pub(super) const META: &str =
 pub(super) const SAVE_BOOT: &str =
     "UPDATE main.lock_registry_meta SET boot = ?1 WHERE id = 1 AND boot <> ?1";
 
-/// Grants the key with the given token, if no claim holds the key, not even the given claim.
+/// Grants the key with the given token, if the key is free. A key that the given claim itself holds
+/// is not free.
 ///
-/// Otherwise it changes no row. It also changes no row if:
+/// If the key is not free, the statement changes no row. It also changes no row if:
 /// - The token is not above all earlier tokens of the key: the wall clock was set back, or the last
 ///   grant was microseconds ago.
 /// - The meta row has another boot. The subquery is then NULL, and IGNORE skips the row.
@@ -225,8 +226,9 @@ pub(super) const PURGE_WAITERS: &str =
 pub(super) const PURGE_POSITION: &str =
     "SELECT sweep_namespace, sweep_key FROM main.lock_registry_meta WHERE id = 1";
 
-/// Searches a range of at most [`PURGE_ROWS_MAX`] rows for dead rows. Returns the last row of the
-/// range, the number of rows, and the number of dead rows. No result at the end of the table.
+/// Searches a range of at most [`PURGE_ROWS_MAX`] rows for dead rows: rows of another boot, and
+/// rows whose `until` is at most `free since`. Returns the last row of the range, the number of
+/// rows, and the number of dead rows. No result at the end of the table.
 ///
 /// Parameters: namespace and key to start after, free since, boot.
 pub(super) const PURGE_CANDIDATES: &str = "\

@@ -194,7 +194,8 @@ impl ClusterState {
         }
     }
 
-    /// Requests a refresh. Waits until a refresh completes, or both time limits are over.
+    /// Requests a refresh and waits until a refresh completes, up to a time limit. If none
+    /// completes in time, repeats this once.
     async fn refresh_now(&self) {
         let mut refresh_count = self.refresh_count.subscribe();
         let count_before = *refresh_count.borrow();
@@ -272,7 +273,7 @@ impl ClusterState {
         if has_moved {
             // The new master may have lost some locks. It sends no invalidations for the remaining
             // locks until their next renewal enables tracking.
-            self.invalidations.registries().notify_all();
+            self.invalidations.subscribers().notify_all();
         }
         drop(old_owners);
         // A server without slots has no locks, so the client drops its connections. The configured
@@ -300,8 +301,8 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, and the newest cluster epoch that the server
-    /// knows. Larger values are newer.
+    /// Whether the server reports a healthy cluster, and its `cluster_current_epoch`. Larger values
+    /// are newer.
     freshness: (bool, u64),
     ranges: Vec<SlotRange>,
 }

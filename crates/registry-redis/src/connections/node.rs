@@ -65,7 +65,7 @@ impl RedisNode {
                 },
                 // The client has missed invalidations, so holders must verify their claims.
                 move || {
-                    invalidations_on_replace.registries().notify_all();
+                    invalidations_on_replace.subscribers().notify_all();
                     connection_lost_on_replace.notify_one();
                 },
                 probe_after,
@@ -113,7 +113,7 @@ impl RedisNode {
         self.listener.reset();
         // The new server may have lost some locks. It sends no invalidations for the remaining
         // locks until their next renewal enables tracking.
-        self.invalidations.registries().notify_all();
+        self.invalidations.subscribers().notify_all();
     }
 
     /// Calls [`reset_connections`](Self::reset_connections), but at most once per
@@ -313,7 +313,7 @@ async fn reconnect_after_loss(
         let started_at = Instant::now();
         let mut was_down = false;
         // Without a registry there is no holder. After `RECONNECT_LIMIT`, most leases have ended.
-        while !invalidations.registries().is_empty() && started_at.elapsed() < RECONNECT_LIMIT {
+        while !invalidations.subscribers().is_empty() && started_at.elapsed() < RECONNECT_LIMIT {
             if commands.connect().await.is_ok() {
                 break;
             }
@@ -324,7 +324,7 @@ async fn reconnect_after_loss(
         if was_down {
             // Verifications during the outage have failed. Without this notification, holders would
             // repeat them only after a pause.
-            invalidations.registries().notify_all();
+            invalidations.subscribers().notify_all();
         }
     }
 }
@@ -346,7 +346,7 @@ fn connect_with_tracking(
                 // a new connection.
                 PushKind::Disconnection => {
                     closed.store(true, Ordering::Release);
-                    invalidations.registries().notify_all();
+                    invalidations.subscribers().notify_all();
                     connection_lost.notify_one();
                 }
                 _ => {}

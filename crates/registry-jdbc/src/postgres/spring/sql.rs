@@ -109,8 +109,8 @@ pub(super) fn find_table(name: &str) -> StatementText {
     ))
 }
 
-/// Grants the key if no claim holds it, not even the given claim. Returns the current grant of the
-/// key after the attempt, in the columns of [`CURRENT_GRANT`].
+/// Grants the key if it is free. A key that the given claim itself holds is not free. Returns the
+/// current grant of the key after the attempt, in the columns of [`CURRENT_GRANT`].
 ///
 /// As in the native layout, a busy attempt writes nothing. If another client is faster, the
 /// statement returns nothing. Rows of the native table outlive rows of Spring's table, and their
