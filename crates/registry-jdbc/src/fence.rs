@@ -71,8 +71,8 @@ pub trait Fence<DB: Database> {
     /// transaction reads anything. Otherwise the server may report a conflict with a later renewal,
     /// or the transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
-    /// With [`SqlMode::Spring`](crate::SqlMode::Spring), the fence takes other row locks, which that
-    /// page describes.
+    /// With [`SqlMode::Spring`](crate::SqlMode::Spring), the fence takes other row locks, which the
+    /// page of this mode describes.
     ///
     /// The guard of a reader or a permit can fence too. Conflicting claims, and an upgrade of the
     /// same guard, then wait until the transaction ends.
