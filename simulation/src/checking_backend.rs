@@ -35,7 +35,7 @@ struct InvalidationSource {
 
 #[derive(Debug, Default)]
 struct RequestLog {
-    /// The number of unanswered acquire requests of each key.
+    /// The number of unanswered attempts of each key that need the local permit.
     acquiring: HashMap<Key, usize>,
     /// The number of unanswered releases of exclusive claims of each key, without lost and
     /// converted claims.
@@ -213,7 +213,7 @@ impl LockBackend for CheckingBackend {
 }
 
 impl CheckingBackend {
-    /// Loses all later requests, because the process has crashed.
+    /// Makes all later attempts, renewals and releases fail, because the process has crashed.
     pub(super) fn cut(&self) {
         self.is_cut.store(true, Ordering::Relaxed);
     }
@@ -233,8 +233,8 @@ impl CheckingBackend {
     }
 }
 
-/// Returns whether the engine sends this attempt only for the caller with the local permit. The
-/// engine needs no permit for conversions, or for attempts that do not wait, except exclusive ones.
+/// Returns whether the engine sends this attempt only for the caller with the local permit.
+/// Conversions need no permit. Attempts that are not exclusive and do not wait need none either.
 fn needs_permit(claim: &Claim) -> bool {
     let may_skip = claim.mode() != ClaimMode::Exclusive && claim.queueing() == Queueing::Skip;
     !claim.is_conversion() && !may_skip

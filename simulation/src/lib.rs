@@ -42,8 +42,8 @@ pub enum FaultProfile {
     /// Requests, replies and wake-ups are also lost, requests are refused, waiters wake early, and
     /// false invalidations arrive.
     Lossy,
-    /// As [`Lossy`](Self::Lossy). Some requests or replies also take much longer than the request
-    /// timeout, or requests arrive twice.
+    /// As [`Lossy`](Self::Lossy). Also, some requests and replies take much longer than the request
+    /// timeout, and some requests arrive twice.
     Stormy,
 }
 

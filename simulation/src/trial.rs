@@ -237,7 +237,7 @@ impl Trial {
             assert!(idle.is_ok(), "I6: a release of a process never completes");
         }
         for process in processes.iter().chain(&self.crashed) {
-            process.network.wait_for_late_requests().await;
+            process.network.wait_for_late_repetitions().await;
         }
         if self.fault_profile == FaultProfile::Stormy || !self.crashed.is_empty() {
             // An acquisition can arrive again after its release, and a crashed process leaves
@@ -352,8 +352,8 @@ impl TrialState {
         assert!(!holds, "I4: {key:?} was released, but the store still lists it");
     }
 
-    /// Writes to the resource that the key protects, with an exclusive guard; reads with another
-    /// one. The resource rejects the write if it has seen a newer token. I1.
+    /// Writes to the resource that the key protects if the guard is exclusive. Otherwise reads the
+    /// resource. The resource rejects the write if it has seen a newer token. I1.
     pub(super) fn write(&self, client: usize, guard: &LockGuard) {
         let token = guard.fencing_token();
         if guard.mode() != ClaimMode::Exclusive {

@@ -5,7 +5,7 @@ use std::env;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lock_registry_simulation::{TrialModes, fault_profile, run};
-use registry_testkit::seed::{Seed, Seeds, replay};
+use registry_testkit::seed::{Seed, Seeds, assert_repeatable};
 
 /// The numbers of trials in the short and the long form, and the number of grants of each trial.
 const SHORT: u64 = 200;
@@ -67,7 +67,7 @@ fn a_seed_repeats_itself_exactly() {
     for modes in [TrialModes::Exclusive, TrialModes::All] {
         let trial = |seed| run(seed, fault_profile(seed), modes, 300).trace;
         for seed in 0..6 {
-            let steps = replay(Seed::new(seed), trial);
+            let steps = assert_repeatable(Seed::new(seed), trial);
             assert!(steps.iter().filter(|(.., what)| what.ends_with("granted")).count() >= 300);
         }
         assert_ne!(trial(Seed::new(0)), trial(Seed::new(3)), "seeds differ");

@@ -114,7 +114,8 @@ fn check_queues() -> Result<u64, (Seed, String)> {
         let is_alone = |own: usize| held.iter().all(|(index, _)| *index == own);
         let mut upgrades = held.iter().filter(|(_, mode)| *mode == ClaimMode::Upgradable);
         let upgrades_alone = upgrades.all(|(own, _)| {
-            is_alone(*own) || !matches!(upgrade_position(&queue, *own), UpgradePosition::Free(_))
+            is_alone(*own)
+                || !matches!(upgrade_position(&queue, *own), UpgradePosition::Grantable(_))
         });
         if units > OF || !pairs.all(|fits| fits) || !upgrades_alone {
             return Err((Seed::new(0), format!("the queue {queue:?} has holders that exclude")));

@@ -108,8 +108,8 @@ impl Arguments {
     }
 }
 
-/// Collects all identifiers of a pattern, including names of types. A key that contains the name of
-/// a type does not compile.
+/// Collects all identifiers of a pattern, including names of types. A placeholder that begins with
+/// the name of a type is thus accepted here, but the expanded code does not compile.
 fn collect_names(pattern: TokenStream, names: &mut Vec<String>) {
     for token in pattern {
         match token {

@@ -1,7 +1,7 @@
 //! The attribute [`macro@locked`]. Applications use it as `lock_registry::locked`, with the feature
 //! `macros` of `lock-registry`.
 
-// In the order in which one use of the attribute passes through them.
+// Listed in the order in which they process an attribute.
 mod options;
 mod key;
 mod expand;

@@ -228,9 +228,9 @@ impl RegistryConfig {
 
     /// Validates the configuration, and then opens the store.
     ///
-    /// Repeats an attempt that fails with a transient error: connection refused, name not resolved,
-    /// or server starting. The pause doubles with each attempt, up to one second. The repetition
-    /// ends after `connect_timeout`, or after the time that
+    /// If the store is a server, repeats an attempt that fails with a transient error: connection
+    /// refused, name not resolved, or server starting. The pause doubles with each attempt, up to
+    /// one second. The repetition ends after `connect_timeout`, or after the time that
     /// [`connect_within`](Self::connect_within) sets. Any other error, such as a wrong password, is
     /// returned at once.
     ///
@@ -394,8 +394,8 @@ fn strongest_value<'a>(
     sources.iter().find_map(|(origin, options)| Some((*origin, options.get(option)?)))
 }
 
-/// Checks one option. Sets it in the store if the store has a row for it. Other options are those
-/// of the engine.
+/// Checks one option. Sets it in `store` if the store has a row for it. Any other option must be
+/// one of the engine, which `connect` sets.
 fn check_and_set(
     store: &mut dyn BackendConfig,
     origin: Origin,

@@ -135,7 +135,7 @@ pub(crate) async fn open(
     builder.build()
 }
 
-/// Parses the value of an option of the engine. Returns `None` if the option is not set.
+/// Parses the value of `option`. Returns `None` if the option is not set.
 fn parse_option<T>(
     options: &Options,
     option: &str,
@@ -145,8 +145,8 @@ fn parse_option<T>(
     options.get(option).map(|value| parse(value).map_err(invalid)).transpose()
 }
 
-/// Opens the backend of `store`. Repeats an attempt that failed with a transient error until
-/// `limit` is over.
+/// Opens the backend of `store`. If the store is remote, repeats an attempt that failed with a
+/// transient error until `limit` is over.
 async fn open_with_retries(
     limit: Duration,
     store: &dyn BackendConfig,

@@ -25,7 +25,7 @@ impl RegistryConfig {
     /// - variables without the prefix `LOCK_REGISTRY_`;
     /// - `LOCK_REGISTRY_LOG`, the log filter of the `lockreg` command;
     /// - the variables that Kubernetes sets in every pod for a service with the name
-    ///   `lock-registry` or `lock-registry-…`: `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and
+    ///   `lock-registry` or `lock-registry-…`: all names of the form `*_SERVICE_*`, `*_PORT` and
     ///   `*_PORT_*`.
     ///
     /// # Errors

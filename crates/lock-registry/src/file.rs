@@ -1,8 +1,8 @@
 //! Options from TOML, or from a section of an application's own configuration file. Feature
 //! `config`.
 //!
-//! Errors never contain a message of the parser that could quote the input. A URL in the input may
-//! contain a password.
+//! Errors never contain the message of the TOML parser. That message could quote a URL with a
+//! password.
 
 use std::fmt;
 
@@ -102,8 +102,9 @@ impl OptionValue {
 
 /// Deserializes a section of a larger configuration, in any format.
 ///
-/// [`RegistryConfig::check`] and [`RegistryConfig::connect`] report invalid names and values. An
-/// error of the deserializer would quote the surrounding text, which may contain a password.
+/// Deserialization accepts unknown names and invalid values. [`RegistryConfig::check`] and
+/// [`RegistryConfig::connect`] then return the error. A deserializer's own error would quote the
+/// surrounding text, which may contain a password.
 impl<'de> Deserialize<'de> for RegistryConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(SectionVisitor)

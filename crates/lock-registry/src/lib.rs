@@ -3,7 +3,7 @@
 #![cfg_attr(
     not(feature = "config"),
     doc = "Locks that exclude tasks, processes and hosts, behind one trait.\n\nFutures of registries, locks and guards must be \
-           polled inside a tokio runtime that has time enabled: outside of one they panic where they would have to wait."
+           polled inside a tokio runtime that has time enabled. Outside such a runtime, they panic when they have to wait."
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -138,8 +138,8 @@ pub(crate) fn variable(option: &str) -> String {
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
 /// The options of one source as text, in the order in which they were set. [`Options::set`] checks
-/// the syntax of a value. [`Options::replace`] checks nothing. The range depends on the store and
-/// is not checked yet.
+/// the syntax of a value. [`Options::replace`] checks nothing. The range depends on the store, so
+/// `config` checks it later.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Options(Vec<(&'static str, Secret)>);
 
@@ -196,8 +196,8 @@ impl Options {
         }
         if let Some(problem) = syntax_error(row, value) {
             let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
-            // A value in a URL may be part of a password that was not percent-encoded. The error
-            // shows a plain number, which is probably a time without a unit.
+            // A value in a URL may be part of a password that was not percent-encoded, so the error
+            // hides it. The error shows a number, which is usually a time without a unit.
             let is_hidden = is_hidden || (origin == Origin::Url && value.parse::<f64>().is_err());
             let problem = if is_hidden {
                 format!("has a value that {problem}")
@@ -244,7 +244,7 @@ pub(crate) const REDACTED: &str = "***";
 
 /// Returns a description of the stores that have the option `name`, for messages.
 pub(crate) fn describe_stores_with(name: &str) -> String {
-    // Stores with the option for all their schemes, and descriptions of the other stores.
+    // `full_stores` have the option with all their schemes, `partial_stores` with some of them.
     let mut full_stores = Vec::new();
     let mut partial_stores = Vec::new();
     for store in scheme::stores() {

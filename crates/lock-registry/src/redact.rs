@@ -12,8 +12,8 @@ use crate::{scheme, store_url};
 /// known options with valid values. `***` replaces the login, the value of every other known
 /// option, and every unknown option with its name.
 ///
-/// For a URL that cannot be parsed, the result contains at most the scheme. A password with an
-/// unescaped `/`, `?`, `#` or `@` may be anywhere in such a URL.
+/// If the address may contain a misplaced secret, the result contains at most the scheme. For
+/// example, a password with an unescaped `/`, `?`, `#` or `@` may be anywhere in the URL.
 ///
 /// # Examples
 /// ```
@@ -43,7 +43,7 @@ pub fn redact_url(url: &str) -> String {
 }
 
 /// Returns the part between the scheme and the options, with `***` instead of the login. Returns
-/// `None` if the parts cannot be distinguished.
+/// `None` if a secret may be anywhere in this part.
 fn redact_address(parts: &UrlParts<'_>) -> Option<String> {
     if parts.fragment.is_some() {
         return None;

@@ -70,8 +70,7 @@ pub use http::{ErrorResponse, HttpLockLayer, HttpLockService, StatusResponse};
 /// future is dropped and the request fails with [`LockServiceError::Lock`].
 ///
 /// The futures of the created services must be polled inside a tokio runtime that has time enabled.
-/// Otherwise, the future of a request with a key panics before the inner service's future is
-/// polled.
+/// Outside such a runtime, the future of a request with a key panics when it has to wait.
 #[derive(Clone)]
 pub struct LockLayer<KeyFn, M = ClaimMode> {
     registry: Arc<dyn LockRegistry>,

@@ -160,8 +160,8 @@ pub(crate) async fn acquire(
     Ok(AcquireOutcome::Busy)
 }
 
-/// Returns the key that another client holds. With `--also`, this may be a key other than `key`,
-/// which is the first key on the command line.
+/// Returns the key that another client holds. `key` is the argument KEY. With `--also`, another
+/// client may hold a further key instead.
 fn busy_key(key: &str, holder: Option<&Holder>) -> String {
     printable(holder.map_or(key, |holder| holder.key.as_str()))
 }
@@ -232,7 +232,7 @@ struct WaitReporter<'a> {
     /// False for a single attempt, which is reported only after it has failed.
     is_enabled: bool,
     progress: Option<ProgressLine>,
-    /// The token of the holder in the last report, and its time.
+    /// The token of the holder in the last report, and the time of the report.
     last_report: Option<(Option<FencingToken>, Instant)>,
 }
 

@@ -129,14 +129,14 @@ pub(crate) struct RunArgs {
 #[derive(Debug, Args)]
 pub(crate) struct OnceArgs {
     /// Runs the command at most once per period, over all hosts. A period begins at each multiple
-    /// of TIME since 1970 in UTC. If it was run in this period, or runs now, the status is 0 at
-    /// once
+    /// of TIME since 1970 in UTC. If the command already ran in this period, or runs now, lockreg
+    /// ends at once with status 0
     #[arg(long, value_name = "TIME", value_parser = parse_period, conflicts_with_all = ["tick", "shared", "permits", "also"], allow_hyphen_values = true)]
     pub(crate) once_per: Option<Duration>,
     /// Runs the command unless it was run for this tick: a number that grows, or a name
     #[arg(long, value_name = "NAME", conflicts_with_all = ["shared", "permits", "also"])]
     pub(crate) tick: Option<String>,
-    /// Counts a command that fails as run. Otherwise, the next call runs it again
+    /// Counts a failed command as run. Otherwise, the next call runs the command again
     #[arg(long)]
     pub(crate) count_failures: bool,
 }
@@ -188,10 +188,11 @@ impl RunArgs {
 #[derive(Debug, Args)]
 #[command(after_help = ELECT_EXAMPLES)]
 pub(crate) struct ElectArgs {
-    /// What other clients read of this candidate while it leads, for example its address
+    /// Text that other clients can read while this candidate leads, for example its address
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) data: String,
-    /// Leave a vacant role to waiting candidates whose priority is higher; give one to all
+    /// Leave a vacant role to waiting candidates with a higher priority; set a priority for all
+    /// candidates
     #[arg(long, value_name = "NUMBER")]
     pub(crate) priority: Option<u32>,
     /// How long the role stays taken if this process dies [default: 30s; zk: 15s]
@@ -221,7 +222,7 @@ Examples:
 /// one line when the lock is lost: {"key":…,"lost":"reason"}. For scripts and for programs in any
 /// language.
 ///
-/// The status is 0 if stdin ends, and also if a signal ends it while it holds the lock.
+/// The status is 0 if stdin ends, or if a signal ends lockreg while it holds the lock.
 #[derive(Debug, Args)]
 #[command(after_help = HOLD_EXAMPLES)]
 pub(crate) struct HoldArgs {
@@ -344,7 +345,7 @@ pub(crate) struct TopArgs {
 /// which others, and possible deadlocks. For programs: `/api/locks`, `/api/locks/KEY`,
 /// `/api/waits`, `/metrics` for Prometheus, `/healthz`.
 ///
-/// The number of open pages does not affect how often the store is read. The pauses between two
+/// Open pages cause no additional readings of the store. The pauses between two
 /// readings are longer than --interval if this command would otherwise use more than 4 % of a
 /// processor, or if a reading takes longer than a quarter of --interval. The connections are not
 /// encrypted, and all users who can reach the address can read all keys and labels.

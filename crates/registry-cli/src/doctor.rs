@@ -88,6 +88,7 @@ fn text_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Fi
         row("reports holders", yes_no(capabilities.inspect)),
         row("lists waiters", yes_no(capabilities.waiters)),
         row("shared locks", yes_no(capabilities.shared)),
+        row("upgradable locks", yes_no(capabilities.upgradable)),
         row("permits", yes_no(capabilities.permits)),
         row("value blocks", yes_no(capabilities.values)),
         row(

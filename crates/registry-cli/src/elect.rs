@@ -151,6 +151,6 @@ impl Candidate<'_> {
 
 /// The pause after a failed campaign.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// The termination of the command begins when this fraction of the lease is left. Renewals begin
-/// after a third of the lease, so several renewals must fail first.
+/// The termination of the command begins when the last third of the lease begins. Renewals begin
+/// after the first third, so several renewals must fail before that.
 const MARGIN_DIVISOR: u32 = 3;

@@ -38,7 +38,7 @@ pub(crate) async fn show(
     Ok(if holders.is_empty() { exit::NEGATIVE } else { 0 })
 }
 
-/// The holders of a key as JSON: the fields of the first one, all of them, and the waiters.
+/// A key as JSON: the fields of its first holder, the list of all holders, and the waiters.
 #[derive(Debug, Serialize)]
 pub(crate) struct ShowView<'a> {
     #[serde(flatten)]

@@ -53,7 +53,7 @@ impl LockRequest {
 }
 
 impl RequestedLock {
-    /// Acquires the lock. `key` is the key of the command line.
+    /// Acquires the lock. `key` is the argument KEY, which [`HeldLock::key`] returns.
     pub(crate) async fn lock(
         &self,
         key: &str,
@@ -96,7 +96,7 @@ impl HeldLock {
         }
     }
 
-    /// Returns the key of the command line.
+    /// Returns the argument KEY or ROLE of the command line.
     pub(crate) fn key(&self) -> &str {
         &self.key
     }

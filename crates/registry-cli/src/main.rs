@@ -179,7 +179,7 @@ fn report_failure(failure: &CliError) -> u8 {
     failure.status()
 }
 
-/// Returns `argument`. If the argument contains a URL, redacts the URL.
+/// Returns `argument`. Redacts an argument that contains a `:` or an `@`, which may be a URL.
 fn redact_argument(argument: OsString) -> OsString {
     let text = argument.to_string_lossy();
     if !text.contains([':', '@']) {

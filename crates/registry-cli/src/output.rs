@@ -151,8 +151,8 @@ fn to_stderr(bytes: Vec<u8>) {
     }
 }
 
-/// The thread that writes all lines to stderr. The end of the process does not wait for a blocked
-/// write.
+/// The thread that writes all lines to stderr. A blocked write delays the end of the process by at
+/// most [`FLUSH_LIMIT`].
 #[derive(Debug)]
 struct StderrWriter {
     lines: SyncSender<Vec<u8>>,
@@ -163,8 +163,8 @@ impl StderrWriter {
     fn start() -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
         let (ended_sender, ended) = channel();
-        // This thread may start before `Signals::catch` blocks signals. The thread blocks all
-        // signals, because a signal that the kernel delivers to it would end the process.
+        // The new thread inherits this mask. It may start before `Signals::catch`, and a signal
+        // that the kernel delivered to it would end the process.
         let old_mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
         let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
             for bytes in queue {

@@ -134,7 +134,7 @@ pub(crate) struct LockedRun<'a> {
 pub(crate) enum RunEnd {
     /// The command exited, or a signal ended it. `lockreg` exits with this status.
     Exited(u8),
-    /// The lock was lost, or its lease could have ended.
+    /// The lock was lost, or its lease was about to end.
     Lost {
         /// A signal has also requested the end of this process.
         is_end_requested: bool,
@@ -268,7 +268,7 @@ impl<'a> LockedRun<'a> {
                 let grace =
                     if self.margin.is_zero() { self.grace } else { kill_after(self.margin) };
                 watchdog.watch_group(running.group(), grace);
-                watchdog.extend_lease(self.guard.valid_for().saturating_sub(self.margin));
+                watchdog.set_deadline(self.guard.valid_for().saturating_sub(self.margin));
                 // This process may have been stopped again before the watchdog knew of the lease.
                 // From here on, the watchdog handles a stop of this process.
                 if let Err(error) = self.guard.check().await {
@@ -335,7 +335,8 @@ impl Supervisor<'_> {
                 () = lease_ends_within(self.guard, self.margin), if self.lost.is_none() => {
                     self.on_lease_ending();
                 }
-                Ok(()) = renewals.changed() => self.extend_lease(),
+                // After a loss, the renewal of another key must not arm the watchdog again.
+                Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
             }
         };
         // A command may leave processes running on purpose, unless its termination was requested.
@@ -357,7 +358,7 @@ impl Supervisor<'_> {
                     }
                 }
                 // Without this message, the watchdog would treat the lease as expired.
-                Ok(()) = renewals.changed(), if self.lost.is_none() => self.extend_lease(),
+                Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
                 () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }
         }
@@ -373,8 +374,8 @@ impl Supervisor<'_> {
         report_loss(self.output, key, reason);
     }
 
-    fn extend_lease(&mut self) {
-        self.watchdog.extend_lease(self.guard.valid_for().saturating_sub(self.margin));
+    fn update_deadline(&mut self) {
+        self.watchdog.set_deadline(self.guard.valid_for().saturating_sub(self.margin));
     }
 
     /// Ends the command before the lease ends, because no renewal was confirmed in time.
@@ -392,10 +393,10 @@ impl Supervisor<'_> {
         };
         self.request_termination(Signal::SIGTERM);
         // From here on, the watchdog acts only shortly before the end of the lease, or if this
-        // process dies. It then sends SIGKILL directly after SIGTERM. An earlier second SIGTERM
-        // would make many programs end before they have completed their shutdown.
+        // process dies. It then sends SIGKILL directly after SIGTERM. The watchdog must not send
+        // SIGTERM earlier, because many programs abort their shutdown at a second SIGTERM.
         self.watchdog.watch_group(self.running.group(), Duration::ZERO);
-        self.watchdog.extend_lease(kill_after(self.guard.valid_for()));
+        self.watchdog.set_deadline(kill_after(self.guard.valid_for()));
         report_loss(self.output, self.guard.key(), LostReason::Expired);
     }
 

@@ -18,6 +18,7 @@ pub(crate) fn schema(schema: &args::SchemaArgs, output: Output) -> Result<u8, Cl
             )));
         }
         let known: Vec<&str> = DIALECTS.iter().map(|(dialect, _)| *dialect).collect();
+        // The error does not show the argument, which may be a URL with a password.
         return Err(CliError::usage(format!(
             "unknown schema dialect; known dialects: {}",
             known.join(", ")

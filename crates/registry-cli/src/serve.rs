@@ -46,7 +46,8 @@ impl ServeCommand {
     pub(crate) fn check(global: &GlobalArgs, args: args::ServeArgs) -> Result<Self, CliError> {
         let store = StoreConfig::choose(global)?;
         let break_token = break_token(&args)?;
-        // On other addresses, any name may be a valid name of this host.
+        // Without `--allow-host`, the header `Host` is checked only on a loopback address. On other
+        // addresses, any name may be a valid name of this host.
         let is_local = args.listen.ip().to_canonical().is_loopback();
         let allowed_hosts = (is_local || !args.allow_host.is_empty()).then_some(args.allow_host);
         let (address, interval) = (args.listen, args.interval);
@@ -153,7 +154,7 @@ async fn accept(listener: TcpListener, router: Router) {
     }
 }
 
-/// Answers the requests of one connection until the connection is closed or exceeds
+/// Answers the requests of one connection until the client closes the connection or exceeds
 /// [`CLIENT_TIMEOUT`].
 async fn answer(stream: TcpStream, router: Router) {
     let mut stream = TimeoutStream::new(stream);

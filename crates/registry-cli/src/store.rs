@@ -21,7 +21,7 @@ use crate::output::Output;
 #[derive(Debug)]
 pub(crate) struct StoreConfig {
     config: RegistryConfig,
-    /// The directory to create before opening the store. `None` unless it is the default store.
+    /// The directory to create before opening the default store. `None` for any other store.
     directory: Option<PathBuf>,
     /// The default store is used because neither a URL nor `--local` was given.
     is_implicit_default: bool,

@@ -173,8 +173,8 @@ impl TestContext {
         self.store.renewed_lease().max(self.capabilities.lease_min)
     }
 
-    /// Returns one hour, or the longest lease of the store if that is shorter. It normally outlasts
-    /// a clause, so that a key that becomes free was released.
+    /// Returns one hour, or the longest lease of the store if that is shorter. A clause normally
+    /// ends before this lease, so a key that becomes free was released.
     pub(crate) fn long_lease(&self) -> Duration {
         Duration::from_secs(3_600).min(self.capabilities.lease_max)
     }
@@ -212,8 +212,8 @@ impl TestContext {
         }
     }
 
-    /// Ends the grant of `claim` without its holder, as an administrator or a store that lost the
-    /// grant would.
+    /// Ends the grant of `claim` without informing its holder, as an administrator or a store that
+    /// lost the grant would.
     pub(crate) async fn break_claim(&self, claim: &Claim) {
         if self.store().break_claim(claim).await {
             return;
@@ -324,9 +324,9 @@ impl Observer for BusyCount {
 
 /// Counts the holders in a critical section. Panics if a new holder breaks the exclusion.
 #[derive(Debug, Default)]
-pub(crate) struct Section(AtomicUsize);
+pub(crate) struct CriticalSection(AtomicUsize);
 
-impl Section {
+impl CriticalSection {
     const WRITER: usize = 1 << 16;
 
     /// Runs `work` as the only holder.
@@ -347,7 +347,8 @@ impl Section {
     }
 }
 
-/// Returns whether a new reader acquires `orders:42`, and releases it again.
+/// Tries to acquire `orders:42` as a new reader, and releases it again. Returns whether the reader
+/// acquired it.
 async fn enters_as_reader(registry: &Registry) -> bool {
     match registry.obtain("orders:42").try_read().await.expect("the store answers") {
         Some(guard) => {
@@ -373,7 +374,7 @@ pub(crate) fn key(text: &str) -> Key {
     Key::new(text).expect("the clause's key is valid")
 }
 
-/// Returns the operations for operators of a store that can be inspected.
+/// Returns the administrative operations of a store that can be inspected.
 pub(crate) fn admin(client: &dyn LockBackend) -> &dyn LockAdmin {
     client.admin().expect("a store that can be inspected has an admin")
 }
@@ -383,7 +384,8 @@ pub(crate) fn values(client: &dyn LockBackend) -> &dyn ValueStore {
     client.values().expect("a store with value blocks")
 }
 
-/// Returns whether a new claim acquires the key, and releases it again.
+/// Tries to acquire the key with a new claim, and releases the claim. Returns whether it was
+/// granted.
 pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
     let probe =
         Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
@@ -425,7 +427,7 @@ pub(crate) fn assert_granted<'a>(
     }
 }
 
-/// Tries to acquire `claim`. Panics unless another claim holds the key.
+/// Tries to acquire `claim`. Panics unless the response is [`Attempt::Busy`].
 #[track_caller]
 pub(crate) fn assert_busy<'a>(
     client: &'a dyn LockBackend,

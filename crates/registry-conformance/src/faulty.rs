@@ -54,8 +54,7 @@ pub use injector::{Fault, Faults, Operation};
 pub struct FaultyBackend {
     inner: Arc<dyn LockBackend>,
     injector: Mutex<FaultInjector>,
-    /// The number of times that the plan was replaced. A replacement ends the delays of the old
-    /// plan.
+    /// The number of times that the plan was replaced. A replacement ends the running delays.
     version: watch::Sender<u64>,
     /// The tasks that execute requests again after a delay.
     late_repetitions: Mutex<JoinSet<()>>,
@@ -79,7 +78,8 @@ impl FaultyBackend {
         self.version.send_modify(|version| *version += 1);
     }
 
-    /// Stops injecting faults. Running delays end at once, but late repetitions are still executed.
+    /// Injects no faults into later calls. Running delays end at once. A running call keeps its
+    /// other faults, and late repetitions are still executed.
     pub fn clear_faults(&self) {
         self.apply(Faults::none());
     }
@@ -102,8 +102,8 @@ impl FaultyBackend {
             .sum()
     }
 
-    /// Returns the number of faults that applied to calls since the start. Includes faults without
-    /// an effect, because another fault of the same call kept the request from the store.
+    /// Returns the number of faults that applied to calls since the start. Also counts a fault that
+    /// had no effect because another fault of its call kept the request from the store.
     #[must_use]
     pub fn injected_faults(&self) -> u64 {
         self.injector().injected()
@@ -119,7 +119,7 @@ impl FaultyBackend {
     ///
     /// # Cancel safety
     /// Dropping the future drops the repetitions that have not been executed yet.
-    pub async fn wait_for_late_requests(&self) {
+    pub async fn wait_for_late_repetitions(&self) {
         loop {
             let mut repetitions = std::mem::take(&mut *self.late_repetitions());
             if repetitions.is_empty() {
@@ -178,7 +178,7 @@ impl FaultyBackend {
     {
         let inner = Arc::clone(&self.inner);
         let mut repetitions = self.late_repetitions();
-        // Completed repetitions would accumulate until `wait_for_late_requests` is called.
+        // Completed repetitions would accumulate until `wait_for_late_repetitions` is called.
         while repetitions.try_join_next().is_some() {}
         repetitions.spawn(async move {
             sleep(after).await;
@@ -307,7 +307,7 @@ impl LockBackend for FaultyBackend {
     }
 
     async fn close(&self) {
-        self.wait_for_late_requests().await;
+        self.wait_for_late_repetitions().await;
         self.inner.close().await;
     }
 }

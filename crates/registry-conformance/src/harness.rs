@@ -20,8 +20,8 @@ pub trait Harness: Debug + Send + Sync {
     /// server.
     ///
     /// Called once per clause, inside the runtime of that clause, and once per
-    /// [`Need`](crate::Need) by the test that checks `without`. Panics if the store cannot be
-    /// created: an unavailable store fails the clause and never skips it.
+    /// [`Need`](crate::Need) by the test that checks `without`. The implementation must panic if it
+    /// cannot create the store: an unavailable store fails the clause and never skips it.
     async fn store(&self) -> Box<dyn Store>;
 }
 
@@ -91,8 +91,8 @@ pub trait Store: Debug + Send + Sync {
         false
     }
 
-    /// Ends the grant of `claim` without its holder, in a store where no other client can release
-    /// the claim. Returns false, the default, if another client can release it.
+    /// Ends the grant of `claim` without informing its holder, in a store where no other client can
+    /// release the claim. Returns false, the default, if another client can release it.
     async fn break_claim(&self, _claim: &Claim) -> bool {
         false
     }

@@ -1,9 +1,10 @@
 //! The promises of lock-registry as a test suite that any backend can run.
 //!
 //! To test a backend, implement [`Harness`] and [`Store`] for it and call [`conformance!`] in a
-//! test file. Each promise becomes a test whose name is a statement. A clause that needs a feature
-//! that the store lacks becomes an ignored test. The number of ignored tests is asserted, so that
-//! no backend passes by running nothing. For servers that take seconds to start, call
+//! test file. Each promise is one clause, and each clause becomes a test whose name states the
+//! promise. A clause that needs a feature that the store lacks becomes an ignored test. The number
+//! of ignored tests is asserted, so that no backend passes by running nothing. For servers that
+//! take seconds to start, call
 //! [`assert_conformance_on_shared_servers`] instead: all clauses share one set of servers.
 //!
 //! Backends and applications can also use three tools on their own. [`FaultyBackend`] injects

@@ -13,7 +13,7 @@ use crate::harness::Harness;
 #[non_exhaustive]
 pub enum Need {
     /// [`Store::fault_free`](crate::Store::fault_free): an injected fault would make the clause
-    /// fail, usually because it calls the SPI itself or counts the requests to the store.
+    /// fail. Such a clause usually calls the backend directly, or counts the requests to the store.
     FaultFree,
     /// [`Capabilities::fencing`].
     Fencing,

@@ -132,7 +132,7 @@ impl RemoteBackend {
     }
 }
 
-/// Cancels the wait with this number in the other process when it is dropped. After the reply to
+/// A guard whose drop cancels the wait with this number in the other process. After the reply to
 /// the wait, the cancellation has no effect.
 struct CancelOnDrop<'a>(&'a RemoteBackend, u64);
 

@@ -1,5 +1,5 @@
-//! Runs one clause against one harness, and checks that the suite is complete. Called by the tests
-//! that [`conformance!`](crate::conformance) emits.
+//! Runs one clause against one harness, and checks that the suite is complete. Called by `shared`
+//! and by the tests that [`conformance!`](crate::conformance) emits.
 
 use std::fmt;
 use std::sync::mpsc::{self, RecvTimeoutError};

@@ -32,9 +32,8 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
     /// Opens a further client of this namespace with connections of its own.
     async fn client(&self, namespace: &str) -> Arc<dyn LockBackend>;
 
-    /// Returns the needs that the servers do not meet and that the clients' capabilities do not
-    /// state: any of [`Need::Restart`], [`Need::Wipe`] and [`Need::GrantsOutliveClient`]. The
-    /// default is none.
+    /// Returns the unmet needs that capabilities cannot express: any of [`Need::Restart`],
+    /// [`Need::Wipe`] and [`Need::GrantsOutliveClient`]. The default is none.
     fn lacks(&self) -> &[Need] {
         &[]
     }
@@ -67,15 +66,15 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
     }
 }
 
-/// Runs all clauses that the servers of `start` support. Clauses that restart or wipe the servers
-/// get servers of their own. `runs` and `skips` are the expected numbers of clauses, so that no
-/// clause is skipped unnoticed.
+/// Runs all clauses that the servers of `start` support, except those that need [`Need::Remote`].
+/// Clauses that restart or wipe the servers get servers of their own. `runs` and `skips` are the
+/// expected numbers of clauses, so that no clause is skipped unnoticed.
 ///
 /// With the environment variable `CONFORMANCE_RETRIES`, a failed clause runs again up to that many
 /// times and is reported on the standard output. Clauses of `exclusion` and `fencing` run once.
 ///
 /// # Panics
-/// With the names of the failed clauses. Also if the numbers differ, or if `CONFORMANCE_RETRIES` is
+/// If clauses fail, with their names. Also if the numbers differ, or if `CONFORMANCE_RETRIES` is
 /// not a number.
 pub fn assert_conformance_on_shared_servers<S, F>(
     start: impl Fn() -> F + Send + Sync + 'static,
@@ -118,7 +117,8 @@ pub fn assert_conformance_on_shared_servers<S, F>(
     assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
 }
 
-/// Runs the clause until it passes, at most `retries` times again. Returns the last failure.
+/// Runs the clause until it passes, with at most `retries` further attempts. Clauses of `exclusion`
+/// and `fencing` run once. Returns the last failure.
 #[expect(clippy::print_stdout, reason = "reports flaky clauses")]
 fn run_with_retries<H: Harness + 'static>(
     harness: impl Fn(u32) -> H,

@@ -41,9 +41,9 @@ pub enum SweepOutcome<T> {
 /// Drops futures of `make` after each number of polls, until one of them completes. Returns the
 /// number of polls of the completed future.
 ///
-/// For n = 0, 1, …, each future is polled n times. For each n, one future is dropped right after
-/// its n-th poll, and another one after the wake-up that follows this poll. `check` runs after
-/// every drop and after the completion.
+/// For n = 0, 1, …, one future is dropped right after its n-th poll. For n > 0, another one is
+/// dropped after the wake-up that follows this poll. `check` runs after every drop and after the
+/// completion.
 ///
 /// Between two polls, the sweep waits for the future's own wake-up. It therefore works with real
 /// I/O and with paused time.
@@ -108,7 +108,7 @@ async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) 
         if polls > 1 {
             signal.woken().await;
         }
-        // Polled with a waker of its own, so that only its own wake-ups cause polls, one poll each.
+        // The future has its own waker, so that wake-ups of the sweep's task cause no polls.
         let poll = poll_fn(|_| Poll::Ready(future.as_mut().poll(&mut Context::from_waker(&waker))));
         if let Poll::Ready(output) = poll.await {
             return SweepOutcome::Completed { polls, output };

@@ -21,11 +21,11 @@ use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::observed::ObservedCall;
-use crate::options::{ClaimOptions, LockOptions};
+use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::registration::WaiterRegistration;
-use crate::stall_detector::Suspension;
+use crate::stall_detector::MonitoredWait;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 ///
@@ -120,7 +120,8 @@ async fn acquire_unobserved(
 /// all keys in one step.
 ///
 /// # Cancel safety
-/// As [`acquire`], for each of the locks.
+/// If the future is dropped, the background releaser releases all claims that were or may be
+/// granted.
 pub(crate) async fn try_acquire_all(
     local_locks: &[&Arc<LocalLock>],
     options: &LockOptions,
@@ -322,14 +323,15 @@ fn emit_gave_up(local_lock: &LocalLock, mode: ClaimMode, started_at: Moment) {
 /// What a waiting acquisition keeps from one attempt to the next.
 struct WaitState {
     wake_limiter: WakeRateLimiter,
-    /// Polls become rarer while the holder stays the same.
+    /// The start of the wait, or the last change of `last_token` in a store without a queue. The
+    /// interval between polls grows with the time since then.
     holder_changed_at: Moment,
     /// The token of the last holder that the store named.
     last_token: Option<FencingToken>,
     registration: WaiterRegistration,
 }
 
-/// Why an acquisition in the store ended without a guard and before its deadline.
+/// Why an acquisition in the store returned neither a guard nor `None`.
 enum AcquireFailure {
     /// This caller was not polled for the length of a lease. Its claim and its local permit are
     /// released.
@@ -380,7 +382,8 @@ impl Acquisition<'_> {
         PendingClaim::new(permit, claim, Arc::clone(self.claim_options))
     }
 
-    /// Continues an attempt. If [`PendingClaim::send_all`] has not sent it, sends it first.
+    /// Waits for the response to an attempt that [`PendingClaim::send_all`] has sent. If `is_sent`
+    /// is false, sends the attempt first.
     async fn attempt_in_batch(
         self,
         mut pending: PendingClaim,
@@ -390,13 +393,13 @@ impl Acquisition<'_> {
         if !is_sent {
             return self.run_without_pause(pending, owner).await.map(KeyOutcome::from);
         }
-        let mut suspension = Suspension::new(
+        let mut monitored_wait = MonitoredWait::new(
             self.engine.background.stall_detector(),
             self.claim_options.lease.length,
         );
         let outcome;
-        (pending, outcome) = pending.response(None, self.engine, &mut suspension).await?;
-        drop(suspension);
+        (pending, outcome) = pending.response(None, self.engine, &mut monitored_wait).await?;
+        drop(monitored_wait);
         match &outcome {
             // Dropping the pending claim passes on its permit.
             AttemptOutcome::Responded(_, Err(error)) if error.is_withheld() => {
@@ -445,12 +448,12 @@ impl Acquisition<'_> {
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
         let key = self.local_lock.key();
-        let mut suspension = Suspension::new(
+        let mut monitored_wait = MonitoredWait::new(
             self.engine.background.stall_detector(),
             self.claim_options.lease.length,
         );
         let mut attempts = 0;
-        let mut failures = Failures::default();
+        let mut failures = RetryState::default();
         let mut wait_state = WaitState {
             wake_limiter: WakeRateLimiter::new(),
             holder_changed_at: Moment::now(),
@@ -459,13 +462,13 @@ impl Acquisition<'_> {
         };
         let mut first_outcome = match first {
             FirstAttempt::At(pause_end) => {
-                (pending, ()) = suspension.during(pending, self.pause(pause_end)).await?;
+                (pending, ()) = monitored_wait.wait_for(pending, self.pause(pause_end)).await?;
                 None
             }
             FirstAttempt::Sent(outcome) => Some(outcome),
         };
-        // Ends with a grant, at the deadline, or after store errors for the length of a lease.
-        // With only "busy" responses and no deadline, a caller waits without limit, as requested.
+        // Ends with a grant, at the deadline, or with an error. Without a deadline, store errors
+        // end it after the length of a lease. Busy responses never do: the caller asked to wait.
         loop {
             attempts += 1;
             let outcome = match first_outcome.take() {
@@ -476,7 +479,8 @@ impl Acquisition<'_> {
                 }
             };
             let response;
-            (pending, response) = pending.response(outcome, self.engine, &mut suspension).await?;
+            (pending, response) =
+                pending.response(outcome, self.engine, &mut monitored_wait).await?;
             let error = match response {
                 AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant))) => {
                     self.local_lock.record_response();
@@ -491,7 +495,7 @@ impl Acquisition<'_> {
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
                     self.check_units_in_store(&busy)?;
-                    failures = Failures::default();
+                    failures = RetryState::default();
                     self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
                         contention.on_busy();
@@ -505,7 +509,7 @@ impl Acquisition<'_> {
                         return Ok(None);
                     }
                     pending = self
-                        .wait_while_busy(pending, busy, &mut wait_state, &mut suspension)
+                        .wait_while_busy(pending, busy, &mut wait_state, &mut monitored_wait)
                         .await?;
                     continue;
                 }
@@ -515,7 +519,7 @@ impl Acquisition<'_> {
             };
             let pause = self.retry_or_fail(key, &mut failures, error);
             let outcome;
-            (pending, outcome) = suspension.during(pending, pause).await?;
+            (pending, outcome) = monitored_wait.wait_for(pending, pause).await?;
             outcome?;
             // After a request without a response, the next attempt uses a new claim.
             pending.replace_unanswered_claim(|| self.fresh_claim(key));
@@ -566,8 +570,8 @@ impl Acquisition<'_> {
         if self.engine.is_closing() { Err(LockError::Closed.into()) } else { Ok(()) }
     }
 
-    /// Returns the end of the pause before the first attempt. Returns `None`, and cancels the
-    /// pause, if the deadline comes first.
+    /// Returns the end of the fairness pause before the first attempt, or `None` if there is no
+    /// pause. Cancels a pause that does not end before the deadline.
     fn pause_end_or_skip(&self, contention: &mut Contention) -> Option<Moment> {
         let end = contention.pause_end()?;
         if self.deadline_passed(end) {
@@ -597,8 +601,12 @@ impl Acquisition<'_> {
         } else {
             Queueing::ExclusiveIntent
         };
+        let limits = &engine.defaults.hand_over_limits;
         let hand_overs_max = match options.mode {
-            ClaimMode::Exclusive | ClaimMode::Shared => engine.defaults.hand_over_limits.max,
+            ClaimMode::Exclusive => limits.max,
+            // If shared grants of several processes overlap, only the newest returns its unused
+            // tokens. With larger blocks, the tokens of a busy key could run ahead of the clock.
+            ClaimMode::Shared => limits.max.min(Defaults::HAND_OVER_LIMITS.max),
             _ => 0,
         };
         Claim::new(key.clone(), options.lease.length)
@@ -614,12 +622,12 @@ impl Acquisition<'_> {
         mut pending: PendingClaim,
         busy: Busy,
         wait_state: &mut WaitState,
-        suspension: &mut Suspension<'_, PendingClaim>,
+        monitored_wait: &mut MonitoredWait<'_, PendingClaim>,
     ) -> Result<PendingClaim, AcquireFailure> {
         let token = busy.holder.as_ref().and_then(|holder| holder.token);
-        // A new holder restarts the growth of the interval between polls. In a store with a queue
-        // it does not: a new holder is only the next claim of the queue, and the turn of the other
-        // waiters is hardly nearer.
+        // A new holder restarts the growth of the interval between polls, except in a store with a
+        // queue. There, a new holder is only the next claim in the queue, so the turn of this claim
+        // is hardly nearer.
         if token != wait_state.last_token && !self.engine.capabilities.fair {
             wait_state.holder_changed_at = Moment::now();
         }
@@ -633,14 +641,14 @@ impl Acquisition<'_> {
             &mut wait_state.registration,
         );
         let woken;
-        (pending, woken) = suspension.during(pending, wait).await?;
+        (pending, woken) = monitored_wait.wait_for(pending, wait).await?;
         if woken? == WokenBy::Store {
             let delay = pending.contention().map(|contention| contention.delay_after_wake());
             let pause = wait_state.wake_limiter.pause_after_wake().max(delay.unwrap_or_default());
             if !pause.is_zero() {
                 let end = Moment::now().after(pause);
                 let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
-                (pending, ()) = suspension.during(pending, self.pause(end)).await?;
+                (pending, ()) = monitored_wait.wait_for(pending, self.pause(end)).await?;
             }
         }
         Ok(pending)
@@ -650,7 +658,7 @@ impl Acquisition<'_> {
     async fn retry_or_fail(
         &self,
         key: &Key,
-        failures: &mut Failures,
+        failures: &mut RetryState,
         error: BackendError,
     ) -> Result<(), LockError> {
         let engine = self.engine;
@@ -669,8 +677,8 @@ impl Acquisition<'_> {
     }
 }
 
-/// Waits until the next attempt is due, and refreshes `registration` meanwhile. The interval
-/// between polls grows with the time since `holder_changed_at`.
+/// Waits until the next attempt is due, and refreshes `registration` meanwhile. If the store
+/// confirms its wake-ups, the interval between polls grows with the time since `holder_changed_at`.
 pub(crate) async fn wait_for_attempt(
     engine: &Engine,
     deadline: Option<Moment>,
@@ -720,7 +728,7 @@ pub(crate) async fn wait_for_attempt(
 /// Returns the error for a grant whose lease was over before the response arrived.
 ///
 /// [`PendingClaim::confirm`] releases that claim. The next attempt has a claim with a new id, so
-/// that this release cannot end its grant.
+/// that this release cannot end a later grant.
 fn late_grant_error() -> BackendError {
     BackendError::transient(
         "the store's grant arrived after its lease was over; use a longer lease",
@@ -734,12 +742,12 @@ fn unexpected_gone_error() -> BackendError {
 
 /// Consecutive store errors.
 #[derive(Debug, Default)]
-pub(crate) struct Failures {
+pub(crate) struct RetryState {
     since: Option<Moment>,
     count: u32,
 }
 
-impl Failures {
+impl RetryState {
     /// Waits before the next attempt after `error`, or returns the error.
     pub(crate) async fn pause_or_fail(
         &mut self,
@@ -786,8 +794,8 @@ pub(crate) enum WokenBy {
 
 /// Limits how often wake-ups lead to attempts: a token bucket, with one token per wake-up.
 ///
-/// Without it, a store that wakes waiters without end would make this process send requests
-/// without a pause. So would other processes that acquire the key first each time.
+/// Without this limit, a store that sends endless wake-ups would make this process send requests
+/// without a pause. The same would happen if other processes acquire the key first each time.
 struct WakeRateLimiter {
     wake_ups_left: u32,
     refilled_at: Moment,
@@ -835,5 +843,5 @@ const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 /// The maximum number of consecutive wake-ups that are each followed by an attempt at once.
 const WAKE_BURST_MAX: u32 = 64;
 
-/// The time between attempts after wake-ups once the burst is used up.
+/// The minimum time between attempts that follow wake-ups, once the burst is used up.
 const WAKE_INTERVAL_MIN: Duration = Duration::from_millis(1);

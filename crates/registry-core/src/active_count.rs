@@ -13,8 +13,8 @@ use crate::panic_safe::with_panic_safe_waker;
 #[derive(Debug, Default)]
 pub(crate) struct ActiveCount {
     count: AtomicUsize,
-    /// A task waits or has waited. This flag is never reset, because tasks wait only while a
-    /// registry is being closed, or in tests.
+    /// A task waits or has waited. This flag is never reset, because tasks wait only in `close` and
+    /// `idle` of a registry.
     has_waiter: AtomicBool,
     is_zero: Notify,
 }

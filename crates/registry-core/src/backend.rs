@@ -125,7 +125,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// [`RenewalPolicy::batch_max`]: crate::RenewalPolicy::batch_max
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
 
-    /// Ends the grant of `claim`, removes it from the store's queue, and wakes waiters.
+    /// Ends the grant of `claim`, removes the claim from the store's queue, and wakes waiters.
     ///
     /// Here [`Claim::token_block`] is the number of reserved tokens that may have been used. The
     /// store may reuse the others. It must reuse them if it would otherwise use more than one token
@@ -342,7 +342,7 @@ impl Claim {
         self
     }
 
-    /// Returns the same claim with this id. For tests that create a store's records manually.
+    /// Returns the same claim with this id, for example one that a store has recorded.
     #[must_use]
     pub fn with_id(mut self, id: ClaimId) -> Self {
         self.id = id;
@@ -364,8 +364,8 @@ impl Claim {
         self
     }
 
-    /// Returns the same conversion, restricted to the grant whose first token is `token`. If the
-    /// grant has another token, it was upgraded since this conversion was sent.
+    /// Returns the same conversion, restricted to the grant whose first token is `token`. A grant
+    /// that was upgraded after the conversion was sent has another token.
     #[must_use]
     pub fn restricted_to_grant(mut self, token: FencingToken) -> Self {
         self.token_before_conversion = Some(token);
@@ -441,8 +441,8 @@ impl Claim {
         self.fenced
     }
 
-    /// Returns whether the claim joins the store's queue while the key is held. Stores without a
-    /// queue ignore this.
+    /// Returns whether and when the claim joins the store's queue while the key is held. A store
+    /// that cannot queue claims ignores this.
     #[must_use]
     pub fn queueing(&self) -> Queueing {
         self.queueing
@@ -551,11 +551,12 @@ impl<'de> serde::Deserialize<'de> for ClaimId {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum Queueing {
-    /// The claim keeps a place in the queue until it is granted or released. In a store without a
-    /// queue of its own, the place lapses unless the claim repeats its attempt within its lease.
+    /// The claim keeps a place in the queue until it is granted or released. In a store that is not
+    /// [fair](Capabilities::fair) by itself, the place expires if the claim does not repeat its
+    /// attempt within its lease.
     Join,
-    /// The claim keeps a place only where other modes could overtake it without end: an exclusive
-    /// claim that waits for shared claims or permits.
+    /// Only an exclusive claim keeps a place, and only where shared claims or permits could
+    /// overtake it without end.
     ExclusiveIntent,
     /// A busy claim leaves no record in the store.
     Skip,
@@ -593,7 +594,7 @@ impl Grant {
     }
 }
 
-/// A store's response for a key that another claim holds.
+/// A store's response to a claim that must wait.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]

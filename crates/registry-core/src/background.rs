@@ -70,8 +70,8 @@ impl BackgroundReleaser {
         let _ = self.0.jobs.send(CountedJob { job, pending, pending_releases });
     }
 
-    /// Returns the stall detector of the registry. It submits to this releaser the work of futures
-    /// that are not polled.
+    /// Returns the stall detector of the registry. If a future is not polled, the stall detector
+    /// submits its work to this releaser.
     pub(crate) fn stall_detector(&self) -> &StallDetector {
         &self.0.stall_detector
     }

@@ -156,8 +156,8 @@ impl BlockingRegistry {
     /// Starts a runtime with one thread and opens the registry in it.
     ///
     /// # Errors
-    /// The errors of `open`. [`ConfigError::Invalid`] if the runtime cannot be started, or if the
-    /// calling thread is inside a runtime.
+    /// The errors of the future `open`. [`ConfigError::Invalid`] if the runtime cannot be started,
+    /// or if the calling thread is inside a runtime.
     pub fn open<F>(open: F) -> Result<Self, ConfigError>
     where
         F: Future<Output = Result<Registry, ConfigError>>,
@@ -622,7 +622,8 @@ impl BlockingGuard {
     /// [`LockGuard::try_upgrade_for`].
     ///
     /// # Errors
-    /// As [`upgrade`](Self::upgrade).
+    /// Those of [`LockGuard::try_upgrade_for`], and [`LockError::InsideRuntime`]. In the latter
+    /// case, the lock is released in the background.
     pub fn try_upgrade_for(self, wait: Duration) -> Result<Result<Self, Self>, LockError> {
         let InRuntime { value, runtime } = self.0.consume(|guard| guard.try_upgrade_for(wait))?;
         let with_runtime = |value| Self(InRuntime { value, runtime: Arc::clone(&runtime) });
@@ -642,7 +643,8 @@ impl BlockingGuard {
     /// [`LockGuard::downgrade_to_upgradable`].
     ///
     /// # Errors
-    /// As [`downgrade`](Self::downgrade).
+    /// Those of [`LockGuard::downgrade_to_upgradable`], and [`LockError::InsideRuntime`]. In the
+    /// latter case, the lock is released in the background.
     pub fn downgrade_to_upgradable(self) -> Result<Self, LockError> {
         self.convert(LockGuard::downgrade_to_upgradable)
     }

@@ -14,11 +14,11 @@ use futures_util::future::FutureExt as _;
 
 use crate::background::{BackgroundReleaser, Job};
 use crate::clock::sleep;
-use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{MonitoredCell, MonitoredState, MonitoredWait};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Polls a call once, without a [`Suspension`]. Returns the call if it is not ready.
+/// Polls a call once, without a [`MonitoredWait`]. Returns the call if it is not ready.
 pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFuture<T>> {
     match poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
         Poll::Ready(response) => Ok(response),
@@ -87,9 +87,9 @@ impl<T: Send + 'static> Call<T> {
         }
     }
 
-    /// Creates a call from a future that has just returned `Pending` to [`first_poll`]. The first
-    /// poll of this call does not poll the future again. It must come within the same poll of the
-    /// task: a later one would lose a wake-up.
+    /// Creates a call from a future that has just returned `Pending` to [`first_poll`]. The next
+    /// poll of the call skips the future. The caller must poll the call before its task yields, or
+    /// a wake-up is lost.
     pub(crate) fn after_first_poll(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
         let mut call = Self::new(background, future);
         call.skips_next_poll = true;
@@ -113,7 +113,8 @@ impl<T: Send + 'static> Call<T> {
         self.future.take()
     }
 
-    /// Waits for the response for at most `limit`. The call continues after `limit`.
+    /// Waits for the response for at most `limit`. After `limit`, the caller still has the call. It
+    /// can poll the call again, or drop it, and the background releaser then completes it.
     ///
     /// Only for callers that are certainly polled until they are ready.
     pub(crate) async fn response_within(&mut self, limit: Duration) -> Option<T> {
@@ -130,8 +131,9 @@ impl<T: Send + 'static> Call<T> {
         unpolled_max: Duration,
     ) -> Option<T> {
         let background = self.background.clone();
-        let mut suspension = Suspension::new(background.stall_detector(), unpolled_max.min(limit));
-        let response = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
+        let mut monitored_wait =
+            MonitoredWait::new(background.stall_detector(), unpolled_max.min(limit));
+        let response = pin!(monitored_wait.run(self, |call, cx| Pin::new(call).poll(cx)));
         within(limit, response).await.map(|response| match response {
             Ok((_, response)) | Err(response) => response,
         })
@@ -152,10 +154,10 @@ impl<T: Send + 'static> Call<T> {
     }
 }
 
-impl<T: Send + 'static> SuspendedState for Call<T> {
+impl<T: Send + 'static> MonitoredState for Call<T> {
     type Replacement = T;
 
-    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<MonitoredCell<Self>>) {
         let cell = Arc::clone(cell);
         self.complete_in_background(move |response| cell.resolve(response));
     }

@@ -134,10 +134,10 @@ pub struct RenewalPolicy {
     pub batch_max: usize,
     /// Renewing one claim of a shard costs as much as renewing all of them. The default is false.
     ///
-    /// If true, a renewal also renews the other claims of the shard, except those renewed within
-    /// the last twelfth of their lease.
+    /// If true, a renewal also renews the other claims of the shard, except those whose last
+    /// renewal is less than a twelfth of their lease ago.
     pub renews_whole_shard: bool,
-    /// How long after its grant a claim that is still held is verified for the first time. A
+    /// The time from a grant to the first verification of its claim, if the claim is still held. A
     /// verification is an early renewal. The default, `None`, adds no verification to the renewals.
     ///
     /// Set it for a store that [reports](crate::LockBackend::subscribe) only changes to records

@@ -38,7 +38,7 @@ pub use value::{
 pub struct StoreKind {
     /// The name of the store in messages and tables.
     pub name: &'static str,
-    /// The store's options, in groups. Several rows of one name apply to different schemes.
+    /// The store's options, in groups. Rows with the same name apply to different schemes.
     pub options: &'static [&'static [OptionRow]],
     /// Parses a URL without its query.
     pub parse: fn(&UrlParts<'_>) -> Result<Box<dyn BackendConfig>, BackendError>,
@@ -307,7 +307,8 @@ impl OptionRow {
         Self { help, ..self }
     }
 
-    /// Returns this row with another minimum. The minimum changes only for a time.
+    /// Returns this row with another minimum, if its values are times. Otherwise returns it
+    /// unchanged.
     #[must_use]
     pub const fn with_min(self, min: Duration) -> Self {
         match self.values {
@@ -520,7 +521,8 @@ impl OptionError {
         Err(Self::new(option, format!("is {time}, not between {min} and {max}")))
     }
 
-    /// Creates the error of several options together. `problem` is a sentence.
+    /// Creates an error that names no option: of several options together, or of an unknown one.
+    /// `problem` is a sentence.
     #[must_use]
     pub fn general(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { option: None, problem: problem.into() }

@@ -65,7 +65,8 @@ impl LockGuard {
     /// Makes this exclusive lock upgradable. The lock stays held, and the token stays the same.
     ///
     /// # Errors
-    /// As [`downgrade`](Self::downgrade).
+    /// [`LockError::InvalidConversion`] if the lock is not exclusive, or if it has other guards.
+    /// Otherwise as [`upgrade`](Self::upgrade).
     ///
     /// # Cancel safety
     /// As [`upgrade`](Self::upgrade).

@@ -1,9 +1,9 @@
 //! Leader election: at most one candidate of a role runs its work at a time, across all processes.
 //!
-//! The leader is the holder of the role's lock. The value block of the role contains the leader and
-//! the start of its term. A candidate acquires the lock, writes the record, and runs the work. To
-//! step down, it signals the work, waits for its end, writes that the role is vacant, and releases
-//! the lock. Only then does it report [`Leadership::Follower`].
+//! The leader is the holder of the role's lock. The role's value block contains a record: the
+//! leader and the start of its term. A candidate acquires the lock, writes this record, and runs
+//! the work. To step down, it signals the work, waits until the work ends, writes that the role is
+//! vacant, and releases the lock. Only then does it report [`Leadership::Follower`].
 
 use std::convert::Infallible;
 use std::fmt;
@@ -104,7 +104,8 @@ impl Election {
         }
     }
 
-    /// Sets the label of this candidate, for example its host. Observers see it.
+    /// Sets the label of this candidate, for example its host. [`leader`](Self::leader) returns it
+    /// while the candidate leads.
     #[must_use]
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.options = self.options.label(label);
@@ -118,8 +119,9 @@ impl Election {
         self
     }
 
-    /// Sets the data of this candidate, for example its address and version. Observers read it
-    /// while the candidate leads. At most [`DATA_BYTES_MAX`](Self::DATA_BYTES_MAX) bytes.
+    /// Sets the data of this candidate, for example its address and version. At most
+    /// [`DATA_BYTES_MAX`](Self::DATA_BYTES_MAX) bytes. [`leader`](Self::leader) returns the data
+    /// while the candidate leads.
     #[must_use]
     pub fn data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.data = data.into().into();
@@ -154,13 +156,14 @@ impl Election {
     /// If the term is lost, `work` is dropped at its current `.await`. To clean up after a loss,
     /// await [`Term::lost`] in another task, which must not write without the fencing token. After
     /// [`step_down`](Self::step_down), and while the registry closes, `work` has the rest of the
-    /// lease to end. `run` of a clone does not campaign while this call campaigns or leads; after
+    /// lease to end. Of several `run` calls on clones, only one campaigns or leads at a time. After
     /// each term, the next call takes its turn.
     ///
     /// # Errors
     /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
-    /// [value blocks](crate::Capabilities::values). [`LockError::InvalidKey`],
-    /// [`LockError::InvalidOption`] and [`LockError::ForeignValue`], which a retry cannot resolve.
+    /// [value blocks](crate::Capabilities::values), or lacks what a [`priority`](Self::priority)
+    /// needs. [`LockError::InvalidKey`], [`LockError::InvalidOption`] and
+    /// [`LockError::ForeignValue`], which a retry cannot resolve.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`. The background releaser releases the lock and reports
@@ -315,8 +318,8 @@ impl Election {
     /// [`run`](Self::run).
     ///
     /// The caller ends its work when the guard is lost. To step down, it first ends its work,
-    /// writes [`VacantRecord::to_bytes`] with [`LockGuard::set_value`], and then unlocks the guard.
-    /// `campaign` sends nothing to [`leadership`](Self::leadership).
+    /// writes [`VacantRecord::to_bytes`] with [`LockGuard::set_value`], and then unlocks the
+    /// guard. `campaign` sends nothing to [`leadership`](Self::leadership).
     ///
     /// # Errors
     /// As [`run_term`](Self::run_term).
@@ -387,8 +390,8 @@ impl Election {
     }
 
     /// Acquires the lock of the role, and releases it again while a candidate with a higher
-    /// priority campaigns. That candidate may be unable to lead, so after the length of a lease
-    /// without a new leader, this one keeps the lock.
+    /// priority campaigns. That candidate may be unable to lead. After the length of a lease
+    /// without a new leader, this candidate therefore keeps the lock.
     async fn lock_unless_outranked(&self, priority: u32) -> Result<LockGuard, LockError> {
         let (mut deadline, mut last_token, mut attempt) = (None, None, 0);
         loop {

@@ -30,7 +30,8 @@ use crate::shared_backend::SharedBackendEntry;
 use crate::waiting_list::WaitingClaim;
 
 /// The result of the first poll of a request: the store's response, or the call if it is pending.
-pub(crate) type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
+pub(crate) type PolledOnce<T> =
+    Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
 
 pub(crate) struct Engine {
     pub(crate) backend: Arc<dyn LockBackend>,
@@ -40,8 +41,8 @@ pub(crate) struct Engine {
     pub(crate) defaults: Defaults,
     /// The options of an exclusive claim whose caller sets none. Shared by all these claims.
     pub(crate) default_options: Arc<ClaimOptions>,
-    /// The same for shared claims.
-    pub(crate) default_shared_options: Arc<ClaimOptions>,
+    /// The options of a claim in shared mode whose caller sets none.
+    pub(crate) default_read_options: Arc<ClaimOptions>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
     pub(crate) schedule: Arc<Schedule>,
@@ -51,7 +52,7 @@ pub(crate) struct Engine {
     pub(crate) active_grants: ActiveCount,
     /// The number of pending claims. Each has or may soon have a request in flight.
     pub(crate) pending_claims: ActiveCount,
-    /// Set when the registry begins to close. No acquisition starts after that.
+    /// Set when the registry begins to close. Acquisitions that begin after that send no request.
     pub(crate) closing: OneShotEvent,
     /// Set when the time limit of `close` is over. Waits that would delay `close` further then end.
     pub(crate) close_limit_reached: OneShotEvent,
@@ -80,7 +81,7 @@ impl Engine {
         match mode {
             ClaimMode::Exclusive if !options.overrides_defaults() => Ok(None),
             ClaimMode::Shared if !options.overrides_defaults() => {
-                Ok(Some(Arc::clone(&self.default_shared_options)))
+                Ok(Some(Arc::clone(&self.default_read_options)))
             }
             _ => {
                 let resolved =
@@ -160,7 +161,7 @@ impl Engine {
     }
 
     /// Sends a release and polls it once. Returns the call if the store has not responded yet.
-    pub(crate) async fn send_release(&self, claim: &Claim) -> FirstPoll<Release> {
+    pub(crate) async fn send_release(&self, claim: &Claim) -> PolledOnce<Release> {
         if let Some(memory) = &self.memory {
             return Ok(Ok(memory.release(claim)));
         }

@@ -27,7 +27,7 @@ pub enum LockError {
         /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`,
         /// `list waiters`, `break`, `diagnose`, `read the value` or `write the value`.
         operation: &'static str,
-        /// The key; `*` for an operation on the whole store.
+        /// The key, or several keys separated by `, `. `*` for an operation on the whole store.
         key: String,
         /// The store error.
         source: BackendError,
@@ -149,14 +149,14 @@ impl fmt::Display for LockError {
             ),
             Self::ForeignValue { key, expected } => write!(
                 f,
-                "the value block of {key:?} is not {expected}; use another key for it"
+                "the value block of {key:?} is not {expected}; use another key"
             ),
             Self::InvalidConversion { key, from, to, problem } => {
                 write!(f, "convert on {key:?} from {from} to {to} failed: {problem}")
             }
             Self::HeldByOwner { key, held } => write!(
                 f,
-                "acquire on {key:?} failed: its owner already holds it ({held}) and would wait for itself; release it first, or acquire it as upgradable and upgrade"
+                "acquire on {key:?} failed: this owner already holds the lock ({held}) and would wait for itself; release that guard first, or acquire the lock as upgradable and upgrade it"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(
@@ -250,7 +250,8 @@ impl InvalidOption {
     }
 
     pub(crate) fn value_too_long(bytes: usize, max: usize) -> Self {
-        let problem = format!("is longer than {max} bytes; store a reference");
+        let problem =
+            format!("is longer than {max} bytes; store the data elsewhere and a reference here");
         Self { option: "value", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
@@ -261,14 +262,13 @@ impl InvalidOption {
     }
 
     pub(crate) fn data_too_long(bytes: usize, max: usize) -> Self {
-        let problem = format!("is longer than {max} bytes; store a reference");
+        let problem =
+            format!("is longer than {max} bytes; store the data elsewhere and a reference here");
         Self { option: "data", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
     pub(crate) fn tick_name(name: &str, max: usize) -> Self {
-        let problem = format!(
-            "is empty, longer than {max} bytes, or contains a line break; use another name"
-        );
+        let problem = format!("is not 1 to {max} bytes without a line break; use another name");
         let given = format!("{:?}", name.chars().take(80).collect::<String>());
         Self { option: "tick", given, problem: problem.into() }
     }
@@ -322,7 +322,8 @@ struct BackendErrorParts {
 #[non_exhaustive]
 pub enum BackendErrorKind {
     /// May resolve itself: lost connection, time-out, failover, deadlock, lock wait. The engine
-    /// retries an acquisition until its deadline, or without one for the length of a lease.
+    /// retries an acquisition until its deadline. Without a deadline, it retries for the length of
+    /// a lease.
     Transient,
     /// The store rejects this client: wrong password, missing grant, read-only file.
     Denied,
@@ -601,8 +602,8 @@ impl fmt::Display for ConfigError {
             Self::Unknown { what, given, place, nearest, known } => {
                 write!(f, "unknown {what} {given:?} in {place}")?;
                 match nearest {
-                    Some(nearest) => write!(f, ": did you mean {nearest:?}? Known are: {known}"),
-                    None => write!(f, "; known are: {known}"),
+                    Some(nearest) => write!(f, ": did you mean {nearest:?}? Known names: {known}"),
+                    None => write!(f, "; known names: {known}"),
                 }
             }
             Self::NotBuiltIn { scheme, remedy, .. } => {

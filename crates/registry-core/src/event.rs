@@ -51,7 +51,7 @@ pub enum LockEvent<'a> {
     /// A caller waits in the local queue, behind other callers of this process.
     #[non_exhaustive]
     Waiting { key: &'a str, mode: ClaimMode },
-    /// The store responded that other claims hold the key or are first in its queue.
+    /// The store responded that other claims hold the key or are before this claim in its queue.
     #[non_exhaustive]
     Busy { key: &'a str, mode: ClaimMode, busy: &'a Busy },
     /// An attempt failed, or the value block of an election could not be read or written. The

@@ -12,8 +12,8 @@
 //!   [`CONTENDED_HAND_OVER_MAX`] after its grant.
 //! - Pause: after the release of such a claim, the process pauses before its next attempt. The
 //!   pause is a quarter of the time for which the process held the claim. If the store does not
-//!   wake waiters, the pause is all of this time. It doubles with each consecutive pause after
-//!   which the process met no other holder. It lasts from [`PAUSE_MIN`] to
+//!   wake waiters, the pause is as long as this time. The pause doubles with each consecutive
+//!   pause after which the process met no other holder. It lasts from [`PAUSE_MIN`] to
 //!   [`FairnessLimits::pause_max`].
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
 //!   when the process has met as many holders as it usually meets in a turn.
@@ -253,7 +253,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(10);
 const PAUSE_MIN: Duration = Duration::from_millis(2);
 /// The longest pause if waiters poll. Longer poll intervals do not lengthen the pause beyond it.
 const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
-/// The delay of an attempt that follows a wake-up.
+/// The shortest delay of an attempt that follows a wake-up.
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
@@ -263,7 +263,7 @@ const USUAL_HOLDERS_MAX: u32 = 16;
 /// If [`Contention::usual_holders`] reaches this value and programs other than this library poll,
 /// the delays last for [`USUAL_HOLDERS_MAX`] holders.
 const MANY_HOLDERS_MIN: u32 = 4;
-/// A turn that meets fewer other holders than usual, but at least one, lowers
+/// If a turn meets at least one other holder, but fewer than usual, it lowers
 /// [`Contention::usual_holders`] by one, with a probability of one in this number.
 const DECAY_ONE_IN: u32 = 8;
 /// The maximum number of keys in [`Fairness::contention_by_key`].

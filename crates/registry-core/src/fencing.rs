@@ -7,8 +7,8 @@ use std::str::FromStr;
 /// A number that grows with every grant of one key.
 ///
 /// Send the token with each write to the protected resource. The resource rejects a token that is
-/// smaller than its largest token so far. It thus rejects the writes of a holder that was paused
-/// beyond its lease.
+/// smaller than its largest token so far. Once a later holder has written, the resource thus
+/// rejects the writes of a holder that was paused beyond its lease.
 ///
 /// The tokens of one key strictly grow across clients, expiry, release and restart. A token fits
 /// into 63 bits, so that a signed database column can store it. Tokens of different keys are not

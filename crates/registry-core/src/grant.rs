@@ -84,8 +84,9 @@ struct GrantState {
     extra_tokens_used: u32,
     /// The number of holds. More than one only in a shared grant.
     holds: u32,
-    /// A fenced write was begun and may still be open. After a hand-over, the store could not
-    /// distinguish it from a write of the next local holder, so the claim is not handed over.
+    /// A fenced write was begun and may still be open, or a conversion was dropped. After a
+    /// hand-over, either could take effect during the hold of the next local caller. The claim is
+    /// therefore not handed over.
     fenced: bool,
     /// The store reported in the phase `Ending` that the claim is gone.
     gone_while_ending: bool,
@@ -244,8 +245,8 @@ impl ActiveGrant {
         if grant.claim.mode() != ClaimMode::Exclusive {
             grant.local_lock.record_concurrent_grant(&grant);
         }
-        // Compared after the claim was scheduled. An earlier invalidation has changed the epoch,
-        // and a later one finds the claim in the schedule.
+        // The epochs are compared after the claim was scheduled. An earlier invalidation has
+        // changed the epoch, and a later one finds the claim in the schedule.
         if grant.local_lock.invalidation_epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }
@@ -266,10 +267,12 @@ impl ActiveGrant {
         &self.claim
     }
 
-    /// Returns the claim to pass to the release. Its token block contains only the used tokens.
+    /// Returns the claim to pass to the release. Its token block contains only the used tokens. Its
+    /// flag [`is_fenced`](Claim::is_fenced) equals [`GrantState::fenced`].
     pub(crate) fn claim_to_release(&self) -> Claim {
-        let used = self.state().extra_tokens_used.saturating_add(1);
-        self.claim.clone().with_token_block(used)
+        let state = self.state();
+        let used = state.extra_tokens_used.saturating_add(1);
+        self.claim.clone().with_token_block(used).with_fenced(state.fenced)
     }
 
     /// Returns the claim with its current lease.
@@ -408,7 +411,7 @@ impl ActiveGrant {
     /// releases a claim that the store may still have. After `MaxHold` and `Closed`, the permit
     /// passes on only after this release. Returns false if the claim had ended before.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
-        let (permit, lease_length, fenced) = {
+        let (permit, lease_length) = {
             let mut state = self.state();
             if state.phase != GrantPhase::Held {
                 // In the phase `Ending`, this prevents a hand-over.
@@ -418,7 +421,7 @@ impl ActiveGrant {
             state.phase = GrantPhase::Lost(reason);
             self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
             self.cancel_timer(&mut state);
-            (state.permit.take(), state.lease.length(), state.fenced)
+            (state.permit.take(), state.lease.length())
         };
         self.notify_loss();
         let engine = self.engine();
@@ -441,7 +444,7 @@ impl ActiveGrant {
         // A renewal without a response needs no clean-up: it never restores a released grant.
         let possible_grants = self.possible_grants();
         if reason != LostReason::Gone || possible_grants > 0 {
-            let claim = self.claim_to_release().with_fenced(fenced);
+            let claim = self.claim_to_release();
             release_in_background(PendingRelease {
                 permit: permit_to_pass_after_release.map(LocalPermit::into_release_permit),
                 // A renewal without a response may have just extended the lease to its full length.
@@ -476,12 +479,11 @@ impl ActiveGrant {
         if !mutated(Mutant::RenewAfterRelease) {
             state.phase = GrantPhase::Ending;
         }
-        let (permit, fenced) = (state.permit.take(), state.fenced);
+        let permit = state.permit.take();
         drop(state);
         Ok(Some(EndingGrant {
             grant: Some(Arc::clone(self)),
             permit,
-            fenced,
             is_scheduled: true,
             has_outcome: false,
             observed: None,
@@ -504,8 +506,8 @@ impl ActiveGrant {
         Ok(())
     }
 
-    /// Returns a further hold of this shared grant for `owner`. Returns `None` if a claim with
-    /// `options` needs a grant of its own.
+    /// Returns the first guard of a further hold of this shared grant for `owner`. Returns `None`
+    /// if `options` differ from those of the grant, or if no further hold is allowed.
     ///
     /// The limits are those of a hand-over. Readers that follow each other without end must not
     /// keep a claim forever, because other processes cannot acquire the key meanwhile.
@@ -557,7 +559,7 @@ impl ActiveGrant {
             && self.options.lease.max_hold.is_none()
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
-            // The `min_hold` of the receiver would begin with this grant.
+            // The `min_hold` of the receiver would count from this grant, not from the hand-over.
             && self.options.min_hold.is_zero()
             && now >= state.min_hold_end
             // If less than a third of the lease remains, renewals have failed, and the receiver
@@ -610,7 +612,7 @@ impl ActiveGrant {
         state.min_hold_end = state.min_hold_end.max(end);
     }
 
-    /// Returns the length of a lease of this claim.
+    /// Returns the lease length that renewals of this claim request.
     pub(crate) fn lease_length(&self) -> Duration {
         self.state().lease.length()
     }
@@ -803,7 +805,6 @@ impl Renewable for ActiveGrant {
 pub(crate) struct EndingGrant {
     grant: Option<Arc<ActiveGrant>>,
     permit: Option<LocalPermit>,
-    fenced: bool,
     /// The claim may still be in the lease renewer's schedule.
     is_scheduled: bool,
     /// The outcome of the release is recorded. If it is not, `drop` records a failure.
@@ -836,7 +837,7 @@ impl EndingGrant {
 
     /// Returns the claim to pass to the release.
     pub(crate) fn claim(&self) -> Claim {
-        self.grant().claim_to_release().with_fenced(self.fenced)
+        self.grant().claim_to_release()
     }
 
     /// Takes the local permit. Its drop passes it to the next local caller.

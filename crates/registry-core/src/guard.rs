@@ -14,7 +14,7 @@ use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, first_poll, split_by_claim};
 use crate::clock::Moment;
-use crate::engine::{Engine, FirstPoll, lost_error, store_error};
+use crate::engine::{Engine, PolledOnce, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
@@ -66,8 +66,11 @@ impl LockGuard {
         self.grant().claim().mode()
     }
 
-    /// Returns the fencing token of this grant. It is larger than all tokens granted for this key
-    /// before, unless the store [does not fence](crate::Capabilities::fencing).
+    /// Returns the fencing token of this hold. It is larger than the tokens of all earlier holders
+    /// that this lock excludes, unless the store [does not fence](crate::Capabilities::fencing).
+    ///
+    /// An exclusive lock excludes all other holders. A reader may have a smaller token than an
+    /// earlier reader.
     #[must_use]
     pub fn fencing_token(&self) -> FencingToken {
         self.hold().token()
@@ -138,7 +141,7 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::InvalidOption`] for a lease that the store does not accept, before any I/O.
     /// [`LockError::Lost`] if the lock is not held any more. [`LockError::Backend`] if the store
-    /// did not confirm the renewal; the lease is then unchanged.
+    /// did not confirm the renewal; the guard then relies on its previous lease.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lease in the store may or may not be extended. The guard
@@ -298,9 +301,11 @@ impl Drop for LockGuard {
     }
 }
 
-/// Releases the locks of all guards. If the store has a batch, one request releases all claims that
-/// can join the batch. These claims are exclusive, not fenced, and in the shard of the first of
-/// them, and their `min_hold` is over. Returns the first error, if any.
+/// Releases the locks of all guards. Returns one of the errors, if any.
+///
+/// If the store has batches, one request releases all claims that can join a batch. These claims
+/// are exclusive, not fenced, and without a remaining `min_hold`. They are in the registry and the
+/// shard of the first such claim.
 ///
 /// # Cancel safety
 /// As [`LockGuard::unlock`].
@@ -397,7 +402,7 @@ async fn release_ending(ending: EndingGrant) -> Result<(), LockError> {
 async fn finish_release(
     mut ending: EndingGrant,
     claim: &Claim,
-    sent: FirstPoll<Release>,
+    sent: PolledOnce<Release>,
     background: &BackgroundReleaser,
 ) -> Result<(), LockError> {
     if let Ok(Ok(Release::Freed)) = sent
@@ -448,7 +453,8 @@ async fn release_in_flight(
         let job = release_call(&engine, release_grant(ending, context));
         return wait_for_outcome(job, &engine, key, unpolled_max).await;
     }
-    // If the caller's own open transaction blocks the release, the caller must return to end it.
+    // An open transaction of the caller may block the release. This call then returns at once, so
+    // that the caller can end the transaction.
     let (blocked_error_sender, blocked_error) = oneshot::channel();
     let context = ReleaseContext {
         in_flight: Some(release),
@@ -537,7 +543,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         ending.record_failure();
         engine.record_left_to_lease(grant.claim());
         return ReleaseOutcome::Unknown(BackendError::transient(
-            "the registry was closed before the end of min_hold",
+            "the registry was closed before the end of min_hold; the key stays locked until the lease ends",
         ));
     }
     let outcome = release_claim(PendingRelease {
@@ -592,7 +598,7 @@ pub(crate) struct Hold {
 pub(crate) enum HoldState {
     /// Held, or the last guard is just being removed.
     Held,
-    /// The last guard was removed while the lock was held.
+    /// The last guard was removed while the lock was held, or the lock was converted.
     Released,
     Lost(LostReason),
 }
@@ -669,7 +675,7 @@ impl Hold {
         self.owner.as_ref()
     }
 
-    /// Returns whether the hold has not ended and the lock is not lost.
+    /// Returns whether the hold has a guard and its lease is valid. False during a conversion.
     pub(crate) fn is_held(&self) -> bool {
         self.guards.load(Ordering::Acquire) > 0 && Moment::now() < self.grant.valid_until()
     }

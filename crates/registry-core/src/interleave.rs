@@ -1,11 +1,11 @@
-//! The points at which the model checker shuttle may switch threads. A normal build uses std's
+//! The points at which the model checker `shuttle` may switch threads. A normal build uses std's
 //! mutex and an empty function.
 //!
 //! With `--cfg shuttle`, the local locks run under shuttle. Shuttle switches threads only at its
 //! own mutex. [`interleaving_point`] marks the other places where threads interact.
 //!
-//! No such point may be inside an access to the table of local locks, or while a std mutex is
-//! locked. Shuttle does not control these locks. It would switch to a thread that then blocks on
+//! No switch may occur during an access to the table of local locks, or while a std mutex is
+//! locked. Shuttle does not control these locks. It could switch to a thread that then blocks on
 //! such a lock forever.
 
 #[cfg(not(shuttle))]

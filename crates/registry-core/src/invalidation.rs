@@ -145,8 +145,8 @@ impl InvalidationSet {
         queues.find(|queue| queue.is_open()).map(|queue| queue.runtime.clone())
     }
 
-    /// Returns the handles, so that the caller need not hold the mutex while it notifies. A
-    /// notification wakes a task of its registry.
+    /// Returns the handles. The caller thus does not hold the mutex while its notifications wake
+    /// tasks of the registries.
     fn all(&self) -> Arc<[Invalidations]> {
         Arc::clone(&self.lock())
     }

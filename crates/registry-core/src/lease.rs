@@ -13,7 +13,7 @@ use crate::mutant::{Mutant, mutated};
 /// The lease that the caller requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LeaseOptions {
-    /// The length of a grant or renewal.
+    /// The lease length that an acquisition or renewal requests.
     pub(crate) length: Duration,
     /// Whether the lease renewer extends the lease.
     pub(crate) renews: bool,
@@ -52,8 +52,8 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. This count is separate, so that
     /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
-    /// How often the interval between verifications has doubled. Reset when an invalidation arrives
-    /// while no verification is needed and `pause` allows a request.
+    /// The number of times that the interval between verifications has doubled. Reset when an
+    /// invalidation arrives while no verification is needed and `pause` allows a request.
     interval_doublings: u32,
     verification: Verification,
     /// The time of one verification that is sent even without an invalidation. `FUTURE` if the
@@ -77,7 +77,7 @@ enum Verification {
     NotNeeded,
     /// An invalidation has arrived, and no request was sent after it.
     Needed,
-    /// A request was sent after the invalidation, and has no response yet.
+    /// A request was sent after the invalidation, and the store has not confirmed the claim yet.
     InFlight,
 }
 
@@ -157,7 +157,7 @@ impl Lease {
         self.valid_until
     }
 
-    /// Returns the length of a grant or renewal.
+    /// Returns the lease length that renewals request, before the limit of `max_hold`.
     pub(crate) fn length(&self) -> Duration {
         self.length.get()
     }
@@ -194,10 +194,10 @@ impl Lease {
     }
 
     /// Returns the lease to request in a call at `now` that renews other claims. Returns `None` if
-    /// this claim is not due soon.
+    /// this claim is not due soon, or must not be renewed now.
     ///
     /// "Soon" is a twelfth of the lease: a quarter of the renewal interval. If the call renews the
-    /// [whole shard](crate::RenewalPolicy::renews_whole_shard), it is a quarter of the lease.
+    /// [whole shard](crate::RenewalPolicy::renews_whole_shard), "soon" is a quarter of the lease.
     pub(crate) fn batch_renewal_lease(
         &self,
         now: Moment,
@@ -310,7 +310,7 @@ impl Lease {
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
-    /// Returns whether the claim is renewed automatically. The response then also extends the
+    /// Returns whether the claim is renewed automatically. If so, the response also extends the
     /// lease.
     pub(crate) fn on_confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_verifications = 0;
@@ -398,8 +398,8 @@ pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 /// changes would cause an endless loop.
 const VERIFICATION_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// The maximum number of consecutive renewals without a response, and that of verifications. The
-/// lease renewer then waits for a response before it sends the next one.
+/// The maximum number of consecutive renewals without a response. Verifications have a limit of the
+/// same size. At the limit, the lease renewer waits for a response before it sends the next one.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]

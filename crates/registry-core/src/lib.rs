@@ -1,13 +1,13 @@
 //! The lock engine: one lock API over any store that implements [`LockBackend`].
 //!
-//! Applications use the crate `lock-registry`, which re-exports everything here. Backend authors
-//! implement [`LockBackend`]; the engine adds waiting, renewal, loss notification, re-entry,
-//! hand-over and clean-up.
+//! Applications use the crate `lock-registry`, which re-exports the public types that they need.
+//! Backend authors implement [`LockBackend`]; the engine adds waiting, renewal, loss notification,
+//! re-entry, hand-over and clean-up.
 //!
 //! A registry runs its background tasks in the tokio runtime in which it is built. The futures of
-//! registries, locks and guards must be polled inside a tokio runtime with time enabled, which may
-//! be another one. Outside such a runtime, they panic when they have to wait. A guard may be
-//! dropped anywhere.
+//! registries, locks and guards must be polled inside this or another tokio runtime with time
+//! enabled. Outside such a runtime, they panic when they have to wait. A guard may be dropped
+//! anywhere.
 //!
 //! Within a group, the modules are listed roughly in the order in which an acquisition uses them.
 

@@ -154,6 +154,9 @@ impl fmt::Debug for LocalLocks {
 /// memory is saved.
 const REMOVALS_BEFORE_SHRINK_CHECK_MIN: usize = 16_384;
 
+/// The minimum growth of [`WaitQueue::unreceived_guards`].
+const UNRECEIVED_GROWTH_MIN: usize = 16;
+
 /// A local lock: the state that all callers of one key in one registry share.
 pub(crate) struct LocalLock {
     key: Key,
@@ -179,7 +182,7 @@ pub(crate) struct LocalLock {
 struct WaitQueue {
     /// A caller has the local permit.
     is_permit_taken: bool,
-    /// The store error of the last request by the caller with the local permit. Queued callers
+    /// The store error of the last request by a caller with a local or extra permit. Queued callers
     /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
     /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
@@ -243,7 +246,7 @@ enum ChannelState {
     /// The waiter waits. Contains its waker.
     Pending(Option<Waker>),
     Sent(Admission),
-    /// The waiter did not receive its admission in time, and the next waiter got it.
+    /// The waiter did not receive its admission in time. A permit in it passed to the next waiter.
     PassedOn,
     /// The registry is closing.
     Closed,
@@ -347,8 +350,8 @@ pub(crate) enum Admission {
 /// Why a caller got no [`Admission`].
 #[derive(Debug)]
 pub(crate) enum NotAdmitted {
-    /// The deadline passed. Contains the error of the last request by the caller with the local
-    /// permit, if that request failed.
+    /// The deadline passed. Contains the error of the last request by a caller with a local or
+    /// extra permit, if that request failed.
     TimedOut(Option<BackendError>),
     /// The caller was admitted but was not polled for the length of a lease. It must queue again.
     PassedOn,
@@ -482,14 +485,14 @@ impl LocalLock {
         wait_queue.stall_registration = Some((id, unpolled_max));
     }
 
-    /// Records a store error of the caller with the local permit.
+    /// Records a store error of a caller with a local or extra permit.
     pub(crate) fn record_store_error(&self, error: &BackendError) {
         let mut wait_queue = self.wait_queue();
         wait_queue.store_error = Some(error.clone());
         self.has_store_error.store(true, Ordering::Relaxed);
     }
 
-    /// Records that the store responded to the caller with the local permit.
+    /// Records that the store responded to a caller with a local or extra permit.
     pub(crate) fn record_response(&self) {
         if self.has_store_error.load(Ordering::Relaxed) {
             self.wait_queue().clear_store_error(&self.has_store_error);
@@ -590,7 +593,7 @@ impl LocalLock {
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
         // The exclusive hold may still be active. A grant that was upgraded to exclusive has no
-        // local permit, so the permit that passes on here was another caller's.
+        // local permit, so the permit that passes on here may be another caller's.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
@@ -625,7 +628,7 @@ impl LocalLock {
 }
 
 impl StallCheck for LocalLock {
-    fn check_for_stall(self: Arc<Self>, now: Moment) -> bool {
+    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
         wait_queue.unreceived_permit.take_if(|sent| !sent.channel.is_open());
@@ -666,6 +669,17 @@ impl WaitQueue {
         self.joinable_grant.upgrade()?.join(options, owner.cloned())
     }
 
+    /// Records a sent guard. Before the vector grows, this removes the guards that were received,
+    /// so that its size follows the number of callers and not the number of guards.
+    fn record_unreceived_guard(&mut self, sent: SentAdmission) {
+        let guards = &mut self.unreceived_guards;
+        if guards.len() == guards.capacity() {
+            guards.retain(|sent| sent.channel.is_open());
+            guards.reserve(guards.len().max(UNRECEIVED_GROWTH_MIN));
+        }
+        guards.push(sent);
+    }
+
     /// Makes the readers at the front of the queue join the current shared grant. Returns their
     /// channels with a guard for each.
     fn join_first_waiters(&mut self, engine: &Engine) -> Vec<(Arc<AdmissionChannel>, LockGuard)> {
@@ -674,7 +688,7 @@ impl WaitQueue {
             let options = waiter.options.as_ref().unwrap_or(&engine.default_options);
             let Some(guard) = self.join(options, waiter.owner.as_ref()) else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.unreceived_guards.push(waiter.to_sent_admission(engine));
+            self.record_unreceived_guard(waiter.to_sent_admission(engine));
             joined.push((waiter.channel, guard));
         }
         joined
@@ -714,7 +728,7 @@ impl WaitQueue {
             // If the hold has ended, the remaining waiters stay in the queue for a local permit.
             let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.unreceived_guards.push(waiter.to_sent_admission(engine));
+            self.record_unreceived_guard(waiter.to_sent_admission(engine));
             reentries.push((waiter.channel, Admission::Reentered(guard)));
         }
         reentries
@@ -896,5 +910,26 @@ impl Drop for WaiterGuard<'_> {
             drop(waiter);
             self.channel.cancel();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_received_guards_do_not_accumulate() {
+        let mut wait_queue = WaitQueue::default();
+        for _ in 0..10_000 {
+            let channel = AdmissionChannel::new();
+            wait_queue.record_unreceived_guard(SentAdmission {
+                channel: Arc::clone(&channel),
+                unpolled_max: Duration::from_secs(1),
+                first_checked_at: None,
+            });
+            // The waiter receives its guard.
+            *channel.0.lock().unwrap() = ChannelState::Done;
+        }
+        assert!(wait_queue.unreceived_guards.capacity() < 100);
     }
 }

@@ -117,11 +117,12 @@ impl MemoryBackend {
 }
 
 impl MemoryState {
-    /// Returns the first of `block` tokens, and makes the next one larger than all of them.
+    /// Reserves `block` tokens, and returns the first. The next reservation begins after them.
     ///
     /// The tokens start at the microseconds since 1970. A resource that remembers tokens of an
     /// earlier run of the process therefore accepts the tokens of this run. The exception is an
-    /// earlier run that used more than a million tokens a second on average.
+    /// earlier run that took more than a million tokens a second on average. A shared grant takes
+    /// up to 65, and returns the unused ones only if the store has granted no other key meanwhile.
     fn next_token(&self, block: u32) -> Option<FencingToken> {
         // The clock is read only once, because each later token exceeds the previous one anyway.
         let now = *self.first_grant_us.get_or_init(wall_clock_us);
@@ -564,7 +565,7 @@ impl MemoryState {
         // `now_coarse` does not suffice: the result reports whether the lease had ended.
         let now = Moment::now();
         let ours = |grant: &ExclusiveGrant| {
-            grant.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner)
+            grant.claim == claim.id() || mutated(Mutant::ReleaseByOtherClaim)
         };
         // An expired record of this claim is removed too, but the result is then `NotHeld`.
         let must_remove = |record: &MemoryRecord| match record {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{join_all, select_all};
 
-use crate::acquire::{Failures, try_acquire_all};
+use crate::acquire::{RetryState, try_acquire_all};
 use crate::clock::{Moment, sleep};
 use crate::engine::backoff;
 use crate::error::{InvalidOption, LockError, LostReason};
@@ -158,7 +158,7 @@ impl MultiLock {
         // The guard of the busy key for which the previous round waited.
         let mut kept_guards: Vec<LockGuard> = Vec::new();
         let mut rounds = 0;
-        let mut failures = Failures::default();
+        let mut failures = RetryState::default();
         // Ends when all keys are held, at the deadline, or with an error.
         loop {
             let mut guards = std::mem::take(&mut kept_guards);
@@ -170,7 +170,7 @@ impl MultiLock {
                     continue;
                 }
             };
-            failures = Failures::default();
+            failures = RetryState::default();
             // A key may be lost while the others are acquired.
             let is_lost = |lock: &&DistributedLock| {
                 guards.iter().any(|guard| guard.key() == lock.key() && !guard.is_held())
@@ -217,8 +217,8 @@ impl MultiLock {
     }
 
     /// Tries to acquire all keys that are not in `guards`. Keys of one registry share a request if
-    /// the store has a batch and their claims are in one shard. Adds the new guards to `guards`.
-    /// Returns a key that was busy, if there is one.
+    /// the store supports batches and their claims are in one shard. Adds the new guards to
+    /// `guards`. Returns a key that was busy, if there is one.
     async fn try_missing_keys(
         &self,
         options: &LockOptions,

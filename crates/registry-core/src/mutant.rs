@@ -8,9 +8,9 @@
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// The in-process store frees a key without a check of the owner.
-    ReleaseWithoutOwner = 1,
-    /// A lease counts from the reply instead of from before the request.
+    /// The in-process store frees a key for a claim that does not hold it.
+    ReleaseByOtherClaim = 1,
+    /// A lease counts from the response instead of from the time at which the request was sent.
     DeadlineFromReply,
     /// The lease renewer continues after the release has begun, and the store lets a renewal
     /// restore a grant.
@@ -54,16 +54,16 @@ pub enum Mutant {
     /// After a forced release, the registries over the same backend do not verify their claims.
     /// Tests with a server find this bug. The simulation does not, because its in-process store
     /// reports each loss.
-    BrokenLockUnverified,
-    /// A caller that does not poll its future keeps its place in the queue, its local permit and
-    /// its claim. The simulation has no such callers.
+    ForcedReleaseUnverified,
+    /// A caller that does not poll its future keeps its claim and its local permit, or the guard
+    /// that it was sent. The simulation has no such callers.
     UnpolledCallerKept,
 }
 
 impl Mutant {
     /// The bugs that the simulation of exclusive locks finds.
     pub const ALL: [Self; 8] = [
-        Self::ReleaseWithoutOwner,
+        Self::ReleaseByOtherClaim,
         Self::DeadlineFromReply,
         Self::RenewAfterRelease,
         Self::CancelledAcquireLeaks,

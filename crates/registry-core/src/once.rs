@@ -52,8 +52,8 @@ impl Job {
     ///
     /// The time comes from the store's clock if clients can read this clock, so that hosts with
     /// different clocks agree. With etcd, the time comes from this host's clock. With ZooKeeper, it
-    /// comes from the leader's clock. A process that has acquired no lock in ZooKeeper yet uses its
-    /// host's clock for the check before the lock.
+    /// comes from the leader's clock. A process that has requested no lock in its current ZooKeeper
+    /// session uses its host's clock for the check before the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
         self.scheduled(Schedule::Every(period))
     }
@@ -216,11 +216,12 @@ impl ScheduledJob {
     /// an SQL store, `run_in` of `registry-jdbc` commits the record together with the work.
     ///
     /// # Errors
-    /// As [`DistributedLock::value`] and [`DistributedLock::lock_with`]. [`LockError::Lost`] if the
-    /// lock was lost before the record was written: the tick is undone. [`LockError::Backend`] if
-    /// the store did not confirm the record: the tick may be recorded or not.
-    /// [`LockError::InvalidOption`] for a period of less than a millisecond or an invalid name.
-    /// [`LockError::ForeignValue`] if the value block of the key is not the record of a job.
+    /// As [`DistributedLock::value`] and [`DistributedLock::try_lock_with`]. [`LockError::Lost`] if
+    /// the lock was lost before the store confirmed the record. [`LockError::Backend`] if the store
+    /// did not confirm the record. If a write of the record was sent before such an error, the tick
+    /// may or may not be recorded. [`LockError::InvalidOption`] for a period of less than a
+    /// millisecond or an invalid name. [`LockError::ForeignValue`] if the value block of the key is
+    /// not the record of a job.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work` and releases the lock in the background. The tick that was
@@ -251,8 +252,8 @@ impl ScheduledJob {
         })
     }
 
-    /// As [`run`](Self::run), for work that can fail. After an `Err`, the tick stays undone, and
-    /// the next call runs it again.
+    /// As [`run`](Self::run), for work that can fail. After an `Err`, the tick stays undone, so
+    /// that a later call can run it again.
     ///
     /// # Errors
     /// As [`run`](Self::run). An error of `work` is in [`Outcome::Ran`].
@@ -279,7 +280,7 @@ impl ScheduledJob {
             let mut is_last = false;
             while let Some(tick) = ticks.next() {
                 let run = Run::new(tick.clone(), guard.fencing_token());
-                let failure_event = FailedUnlessEnded::of(&self.lock);
+                let failure_event = TickEventGuard::of(&self.lock);
                 match guard.protect(work(run)).await? {
                     Ok(tick_output) => output = Some(tick_output),
                     Err(error) => {
@@ -310,7 +311,7 @@ impl ScheduledJob {
     /// # Cancel safety
     /// As [`DistributedLock::lock`].
     pub async fn begin(&self) -> Result<BeginOutcome, LockError> {
-        let failure_event = FailedUnlessEnded::of(&self.lock);
+        let failure_event = TickEventGuard::of(&self.lock);
         let begun = self.begin_unobserved().await?;
         match &begun {
             BeginOutcome::Due(..) => failure_event.forget(),
@@ -395,9 +396,9 @@ impl ScheduledJob {
 
 /// Emits the event of a failed tick when dropped. [`end`](Self::end) emits the event of another
 /// outcome instead, and [`forget`](Self::forget) emits none.
-struct FailedUnlessEnded<'a>(Option<&'a LocalLock>);
+struct TickEventGuard<'a>(Option<&'a LocalLock>);
 
-impl<'a> FailedUnlessEnded<'a> {
+impl<'a> TickEventGuard<'a> {
     fn of(lock: &'a DistributedLock) -> Self {
         Self(lock.local_lock().ok().map(|local_lock| &**local_lock))
     }
@@ -414,7 +415,7 @@ impl<'a> FailedUnlessEnded<'a> {
     }
 }
 
-impl Drop for FailedUnlessEnded<'_> {
+impl Drop for TickEventGuard<'_> {
     fn drop(&mut self) {
         if let Some(local_lock) = self.0 {
             emit_tick(local_lock, TickEnd::Failed, None);

@@ -100,10 +100,12 @@ impl LockOptions {
         self
     }
 
-    /// Sets whether callers of all processes get the lock in the order in which they asked for it.
-    /// Each waiter has a place in the store. The place expires if the waiter does not repeat its
-    /// attempt within its lease. A store with a [queue of its own](crate::Capabilities::fair) is
-    /// fair without this option.
+    /// Sets whether waiting registries acquire the lock in the order in which their claims arrived
+    /// in the store. A registry has one waiting claim per key, and its other callers wait locally.
+    ///
+    /// Each waiting claim has a place in the store. The place expires if the claim does not repeat
+    /// its attempt within its lease. A store with a [queue of its own](crate::Capabilities::fair)
+    /// is fair without this option.
     pub fn fair(mut self, fair: bool) -> Self {
         self.fair = Some(fair);
         self
@@ -166,9 +168,8 @@ pub(crate) struct HandOverLimits {
     /// The maximum for a claim that has been held for less than
     /// [`SHORT_HOLD`](Self::SHORT_HOLD).
     pub(crate) max: u32,
-    /// The maximum for a claim that has been held for longer. Smaller than `max`: the longer the
-    /// work, the longer other processes wait, and the smaller is the relative cost of a request to
-    /// the store.
+    /// The maximum for a claim that has been held for longer. By default smaller than `max`: other
+    /// processes have waited longer, and a request to the store costs less in relation to the work.
     max_after_long_hold: u32,
 }
 

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// Clones are the same owner. A lock that is acquired without an owner is not re-entrant: a second
 /// `lock()` waits for the first guard, even on the same task. Re-entry sends no request to the
-/// store, does not shorten the lease, and returns the same fencing token. An owner has no meaning
-/// outside its registry and process.
+/// store, does not shorten the lease, and returns the same fencing token. Each registry tracks
+/// re-entry separately. An owner has no meaning in another process.
 ///
 /// # Examples
 /// ```

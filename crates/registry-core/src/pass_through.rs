@@ -42,7 +42,8 @@ impl LockBackend for PassThroughBackend {
         let block = u64::from(claim.token_block());
         let token = FencingToken::new(NEXT_TOKEN.fetch_add(block, Ordering::Relaxed));
         let token = token.ok_or_else(|| {
-            let message = "the pass-through store has run out of fencing tokens";
+            let message =
+                "the pass-through store has run out of fencing tokens; restart the process";
             BackendError::new(BackendErrorKind::Protocol, message).as_refused()
         })?;
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))

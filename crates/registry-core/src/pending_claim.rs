@@ -16,7 +16,7 @@ use futures_util::future::{FutureExt as _, join_all};
 use crate::backend::{Attempt, BatchAttempt, Claim, Grant, LockBackend};
 use crate::call::{Call, CallFuture, first_poll, split_by_claim};
 use crate::clock::{Moment, sleep};
-use crate::engine::{Engine, FirstPoll};
+use crate::engine::{Engine, PolledOnce};
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
 use crate::grant::{ActiveGrant, ClaimParts};
@@ -26,7 +26,7 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::panic_safe::{catch_panic, discard_panic};
 use crate::release::{PendingRelease, possible_grants, release_claim, release_in_background};
-use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{MonitoredCell, MonitoredState, MonitoredWait};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
@@ -91,8 +91,8 @@ impl PendingClaim {
     /// Sends one request to the store and polls it once. Returns `None` if the store has not
     /// responded yet; [`response`](Self::response) then waits for the response.
     ///
-    /// The in-process store responds at once, so its callers set no timer and create no
-    /// [`Suspension`].
+    /// If the store responds at once, as the in-process store does, the attempt needs no timer and
+    /// no [`MonitoredWait`].
     ///
     /// A backend sends one request per call, and the engine counts one attempt per call. If a
     /// backend repeated the request, the first one could arrive after the release and be granted.
@@ -174,14 +174,14 @@ impl PendingClaim {
         mut self,
         outcome: Option<AttemptOutcome>,
         engine: &Engine,
-        suspension: &mut Suspension<'_, Self>,
+        monitored_wait: &mut MonitoredWait<'_, Self>,
     ) -> Result<(Self, AttemptOutcome), Abandoned> {
         let first;
-        (self, first) = self.wait_for_response(outcome, engine, suspension).await?;
+        (self, first) = self.wait_for_response(outcome, engine, monitored_wait).await?;
         match first {
             AttemptOutcome::Responded(_, Err(error)) if error.is_stale_connection() => {
                 let second = self.send(engine).await;
-                self.wait_for_response(second, engine, suspension).await
+                self.wait_for_response(second, engine, monitored_wait).await
             }
             first => Ok((self, first)),
         }
@@ -191,13 +191,13 @@ impl PendingClaim {
         self,
         outcome: Option<AttemptOutcome>,
         engine: &Engine,
-        suspension: &mut Suspension<'_, Self>,
+        monitored_wait: &mut MonitoredWait<'_, Self>,
     ) -> Result<(Self, AttemptOutcome), Abandoned> {
         if let Some(outcome) = outcome {
             return Ok((self, outcome));
         }
         let mut end = pin!(sleep(engine.defaults.operation_timeout));
-        let response = suspension.run(self, |pending, cx| {
+        let response = monitored_wait.run(self, |pending, cx| {
             if let Some(call) = pending.in_flight.as_mut()
                 && let Poll::Ready(response) = Pin::new(call).poll(cx)
             {
@@ -251,7 +251,8 @@ impl PendingClaim {
             let fresh_claim = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
                 possible_grants: possible_grants(self.unknown_attempts),
-                ..PendingRelease::new(engine, claim)
+                // No guard exists, so no token after the first was used.
+                ..PendingRelease::new(engine, claim.with_token_block(1))
             });
             Box::new(Self::new(permit, fresh_claim, options))
         });
@@ -284,6 +285,8 @@ impl PendingClaim {
     /// releases a claim that the store may have granted or queued. `permit` then passes to the next
     /// local caller. If no clean-up is needed, `permit` passes on at once.
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
+        // No guard exists, so no token after the first was used.
+        let claim = claim.with_token_block(1);
         let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;
         if mutated(Mutant::CancelledAcquireLeaks) {
@@ -323,17 +326,17 @@ impl Drop for PendingClaim {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Abandoned;
 
-impl SuspendedState for PendingClaim {
+impl MonitoredState for PendingClaim {
     type Replacement = Abandoned;
 
-    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<MonitoredCell<Self>>) {
         catch_panic(|| drop(self));
         cell.resolve(Abandoned);
     }
 }
 
 /// Sends an attempt and polls it once. Returns the call if the store has not responded yet.
-async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> FirstPoll<Attempt> {
+async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> PolledOnce<Attempt> {
     if let Some(memory) = &engine.memory {
         return Ok(memory.acquire(claim));
     }

@@ -13,7 +13,7 @@ use crate::lease::LeaseOptions;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::options::ClaimOptions;
 use crate::registry::Registry;
-use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{MonitoredCell, MonitoredState, MonitoredWait};
 
 impl Registry {
     /// Waits up to `wait` for the local permit of `key`, then runs `attempts` and returns its
@@ -57,9 +57,10 @@ impl Registry {
             }
         };
         while let Some(current) = permit {
-            let mut suspension = Suspension::new(engine.background.stall_detector(), permit_max);
+            let mut monitored_wait =
+                MonitoredWait::new(engine.background.stall_detector(), permit_max);
             let mut limit = pin!(sleep(permit_max));
-            let run = suspension.run(current, |_, cx| match attempts.as_mut().poll(cx) {
+            let run = monitored_wait.run(current, |_, cx| match attempts.as_mut().poll(cx) {
                 Poll::Ready(output) => Poll::Ready(Some(output)),
                 Poll::Pending => limit.as_mut().poll(cx).map(|()| None),
             });
@@ -101,10 +102,10 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
 }
 
 /// A future that is not polled loses the permit. At its next poll, `attempts` continues.
-impl SuspendedState for LocalPermit {
+impl MonitoredState for LocalPermit {
     type Replacement = ();
 
-    fn take_over(self, cell: &Arc<SuspensionCell<Self>>) {
+    fn take_over(self, cell: &Arc<MonitoredCell<Self>>) {
         drop(self);
         cell.resolve(());
     }

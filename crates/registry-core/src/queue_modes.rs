@@ -7,7 +7,8 @@
 //!
 //! An upgrade appends an upgrade request to the queue. The request blocks later claims. Once no
 //! other claim holds the key, the store makes the upgradable claim exclusive. The same atomic step
-//! must check that the entry of [`UpgradePosition::Free`] still exists.
+//! must check that the entry that blocks new readers still exists. [`UpgradePosition::Grantable`]
+//! contains its index.
 
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
@@ -31,7 +32,7 @@ pub enum QueuePosition {
     /// The claim waits. The entry with this index is the last one that blocks it. The entry blocks
     /// the claim until the entry is removed or changes its mode.
     Behind(usize),
-    /// The claim waits for units. The removal of any entry before it may free enough.
+    /// The claim waits for units. The removal of any earlier entry may free enough units.
     TooFewUnits,
     /// The held permits state this number of units, and the claim states another number. The
     /// claim's entry must be removed.
@@ -43,12 +44,12 @@ pub enum QueuePosition {
 #[expect(clippy::exhaustive_enums, reason = "an upgrade waits or does not")]
 pub enum UpgradePosition {
     /// No other claim holds the key, and none will while the entry with this index exists.
-    Free(usize),
+    Grantable(usize),
     /// Other claims hold the key too. The last of them has this index.
     Behind(usize),
     /// The queue contains no entry that blocks new readers. The upgrade request must be added
     /// first.
-    NoRequest,
+    ReadersNotBlocked,
 }
 
 /// Returns the position of a claim of this mode behind the entries `before`, first entry first.
@@ -92,7 +93,7 @@ pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
 /// Returns the position of an upgrade of the upgradable claim with the index `claim_index`, which
 /// holds the key.
 ///
-/// A waiting reader does not delay the upgrade: it waits for the upgraded claim too.
+/// A waiting reader does not delay the upgrade: the upgraded claim blocks this reader too.
 #[must_use]
 pub fn upgrade_position(entries: &[QueuedEntry], claim_index: usize) -> UpgradePosition {
     let granted = granted_entries(entries);
@@ -107,8 +108,8 @@ pub fn upgrade_position(entries: &[QueuedEntry], claim_index: usize) -> UpgradeP
     let blocks_readers =
         |index: &usize| *index != claim_index && entries[*index].blocks(ClaimMode::Shared);
     match (0..entries.len()).find(blocks_readers) {
-        Some(blocking) => UpgradePosition::Free(blocking),
-        None => UpgradePosition::NoRequest,
+        Some(blocking) => UpgradePosition::Grantable(blocking),
+        None => UpgradePosition::ReadersNotBlocked,
     }
 }
 
@@ -230,15 +231,15 @@ mod tests {
 
     #[test]
     fn an_upgrade_waits_for_readers_that_hold_and_for_no_others() {
-        use UpgradePosition::{Behind, Free, NoRequest};
+        use UpgradePosition::{Behind, Grantable, ReadersNotBlocked};
         for (entries, claim_index, expected) in [
-            (&[U][..], 0, NoRequest),
-            (&[U, R][..], 0, Free(1)),
+            (&[U][..], 0, ReadersNotBlocked),
+            (&[U, R][..], 0, Grantable(1)),
             (&[S, U, R], 1, Behind(0)),
             (&[U, S, R], 0, Behind(1)),
-            (&[U, R, S], 0, Free(1)),
+            (&[U, R, S], 0, Grantable(1)),
             // The reader waits for the exclusive claim, which waits for the upgradable claim.
-            (&[U, X, S, R], 0, Free(1)),
+            (&[U, X, S, R], 0, Grantable(1)),
             (&[U, S, X, S, R], 0, Behind(1)),
             (&[U, U, S, R], 0, Behind(2)),
         ] {
@@ -288,7 +289,8 @@ mod tests {
         for queue in all_queues() {
             let granted = granted_entries(&queue);
             for upgraded in (0..queue.len()).filter(|index| queue[*index] == U && granted[*index]) {
-                let UpgradePosition::Free(blocking) = upgrade_position(&queue, upgraded) else {
+                let UpgradePosition::Grantable(blocking) = upgrade_position(&queue, upgraded)
+                else {
                     continue;
                 };
                 for leaving in 0..1_u32 << queue.len() {

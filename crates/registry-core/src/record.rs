@@ -326,7 +326,7 @@ impl LockRecord {
         granted.into_iter().map(|entry| entry.holder(key, now)).collect()
     }
 
-    /// Returns the response for `claim` if it must wait.
+    /// Returns the `Busy` response to `claim`, or `None` if the claim can be granted.
     fn busy(&self, claim: &Claim, now: u64) -> Option<Busy> {
         let mode = claim.mode();
         let live = || self.entries.iter().filter(|it| it.is_live(now) && it.id != claim.id());
@@ -354,8 +354,8 @@ impl LockRecord {
             (_, ClaimMode::Shared) if now < entry.upgrade_until => true,
             (theirs, ours) => !theirs.is_compatible(ours),
         };
-        // A claim also waits behind each earlier waiting claim that it excludes. Permits also wait
-        // behind earlier waiting permits.
+        // A claim also waits behind each earlier waiting claim whose mode is incompatible. Permits
+        // also wait behind earlier waiting permits.
         let before = self.entries.iter().take_while(|entry| entry.id != claim.id());
         let waiting = before.filter(|entry| entry.is_live(now) && !entry.is_granted());
         let is_ahead = |entry: &&RecordEntry| {

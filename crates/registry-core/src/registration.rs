@@ -44,7 +44,7 @@ impl WaiterRegistration {
 
     /// Sends a request that registers the claim or extends its registration, if a request is due.
     /// The first is due after [`REGISTER_AFTER`], and each further one after a third of the lease.
-    /// A waiter calls this at each of its polls. The background releaser runs the request.
+    /// A waiter calls this at each poll interval. The background releaser runs the request.
     ///
     /// A store error does not affect the wait. The next call repeats the request.
     pub(crate) fn refresh(&mut self) {

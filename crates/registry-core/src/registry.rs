@@ -94,8 +94,8 @@ pub struct CloseReport {
     /// The number of locks lost since the start of closing, including those with guards alive at
     /// the limit. Their holders have been notified.
     pub lost: usize,
-    /// The number of claims since the start of closing that end only with their leases. Either the
-    /// store did not respond or refused the release, or `min_hold` reaches beyond the limit.
+    /// The number of claims, counted from the start of closing, that end only with their leases.
+    /// The store did not respond or refused the release, or `min_hold` reaches beyond the limit.
     pub abandoned: usize,
 }
 
@@ -129,7 +129,7 @@ pub struct Registry {
     close_state: Arc<CloseState>,
 }
 
-/// What the calls of [`Registry::close`] share.
+/// The handles of the background tasks, and what the calls of [`Registry::close`] share.
 struct CloseState {
     /// The lease renewer's task, until `close` takes it to wait for its end.
     renewer: Mutex<Option<JoinHandle<()>>>,
@@ -137,7 +137,7 @@ struct CloseState {
     finish: OnceLock<Shared<BoxFuture<'static, ()>>>,
     /// The background releaser's task. Ends when the registry is dropped and no job is pending.
     _background: JoinHandle<()>,
-    /// The task that checks futures that are not polled. Ends when the registry is dropped.
+    /// The stall detector's task. Ends when the registry is dropped.
     _stall_detector: JoinHandle<()>,
     /// Set by the first call of `close`.
     counts: OnceLock<CountsAtClose>,
@@ -248,9 +248,9 @@ impl Registry {
     /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's
     /// fencing token is outdated from the next grant on.
     ///
-    /// A holder in any registry over this backend is notified at once. A holder elsewhere is
-    /// notified at once if the store [reports losses](Capabilities::reports_invalidations), and
-    /// otherwise at its next renewal.
+    /// A holder in any registry that shares this backend object is notified at once. A holder
+    /// elsewhere is notified at once if the store [reports
+    /// losses](Capabilities::reports_invalidations), and otherwise at its next renewal.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot force a release; [`LockError::InvalidKey`];
@@ -272,7 +272,7 @@ impl Registry {
             };
             // A store need not report a change to the client that made it. After an error, the
             // registries verify their claims too, because the store may have freed the key.
-            if !mutated(Mutant::BrokenLockUnverified) {
+            if !mutated(Mutant::ForcedReleaseUnverified) {
                 shared_backend.request_verification(&forced_key);
             }
             released
@@ -497,8 +497,20 @@ impl RegistryBuilder {
 
     /// Sets how many times in a row a claim may pass to the next caller of this process without a
     /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
-    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX). No claim is handed over with
-    /// [`fair`](Self::fair), or in a store with a [queue](crate::Capabilities::fair).
+    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
+    ///
+    /// Only the first waiting caller receives a claim this way, and only if its options equal those
+    /// of the claim. These claims are not handed over:
+    ///
+    /// - shared claims, upgradable claims and permits,
+    /// - claims that were granted more than 1 s ago, or 20 ms if other processes compete for the
+    ///   key,
+    /// - claims with [`fair`](Self::fair), or in a store with a [queue](crate::Capabilities::fair),
+    /// - claims with `min_hold` or `max_hold`, or without [`auto_renew`](Self::auto_renew),
+    /// - claims whose lease was changed by [`extend`](crate::LockGuard::extend),
+    /// - claims under which a fenced write was begun,
+    /// - claims whose loss is possible: an invalidation is not verified yet, or less than a third
+    ///   of the lease remains.
     pub fn handoff(mut self, times: u32) -> Self {
         self.defaults.hand_over_limits = HandOverLimits::uniform(times);
         self
@@ -512,7 +524,7 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets whether callers of all processes get a lock in the order in which they asked for it.
+    /// Sets whether callers of all processes get a lock in the order of their claims.
     /// See [`LockOptions::fair`]. Default: false.
     pub fn fair(mut self, fair: bool) -> Self {
         self.defaults.fair = fair;
@@ -523,7 +535,7 @@ impl RegistryBuilder {
     /// [`DistributedLock::waiters`] of all clients returns them. Default: true. A wait of less than
     /// a second is never registered. A longer one costs one request per third of the lease, and one
     /// at its end. A store with a [queue](crate::Capabilities::fair) lists its waiters without
-    /// these requests, and ignores this setting.
+    /// these requests, whatever this setting is.
     pub fn waiters(mut self, register: bool) -> Self {
         self.defaults.register_waiters = register;
         self
@@ -575,7 +587,7 @@ impl RegistryBuilder {
             &capabilities,
         )
         .map_err(|error| ConfigError::Invalid(error.to_string()))?;
-        let default_shared_options =
+        let default_read_options =
             ClaimOptions { mode: ClaimMode::Shared, ..default_options.clone() };
         let (background, background_work) = BackgroundReleaser::new();
         let stall_detector_task = background.stall_detector().task();
@@ -599,7 +611,7 @@ impl RegistryBuilder {
             capabilities,
             defaults,
             default_options: Arc::new(default_options),
-            default_shared_options: Arc::new(default_shared_options),
+            default_read_options: Arc::new(default_read_options),
             observers,
             schedule,
             invalidations,

@@ -36,11 +36,11 @@ pub(crate) struct PendingRelease {
     pub(crate) lease: Duration,
     /// If an attempt has an unknown outcome: the maximum number of grants of this claim. The number
     /// includes grants of attempts that have not reached the store yet. Each grant needs its own
-    /// release. 0 if all outcomes are known: no further release follows the first response.
+    /// release. 0 if all outcomes are known: one release with a response then suffices.
     pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
-    /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
+    /// Sends the error of the first release that is [blocked](BackendError::as_blocked).
     pub(crate) blocked_error_sender: Option<oneshot::Sender<BackendError>>,
 }
 
@@ -60,8 +60,8 @@ impl PendingRelease {
     }
 }
 
-/// Returns [`PendingRelease::possible_grants`] of a granted claim with this number of attempts with
-/// an unknown outcome: each of them may still be granted again.
+/// Returns [`PendingRelease::possible_grants`] of a granted claim. Each of its `unknown_attempts`
+/// may still cause another grant.
 pub(crate) const fn possible_grants(unknown_attempts: u32) -> u32 {
     if unknown_attempts == 0 { 0 } else { unknown_attempts + 1 }
 }
@@ -105,7 +105,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     outcome
 }
 
-/// Repeats the release until the store responds, the error is permanent, or the lease is over.
+/// Repeats the release until its outcome is known, an error is permanent, or the lease is over.
 async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
     let engine = Arc::clone(&pending.engine);
     let mut until = None;
@@ -148,13 +148,17 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
 /// all `possible_grants` are released, when the lease is over, or when the limit of `close` is
-/// reached.
+/// reached. The pauses grow with the time since the release, so that long leases cause few
+/// requests.
 async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
-    let until = Moment::now().after(pending.lease);
+    let released_at = Moment::now();
+    let until = released_at.after(pending.lease);
     let mut attempt = 0;
     while freed < pending.possible_grants && Moment::now() < until {
-        let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
+        let now = Moment::now();
+        let pause = backoff(attempt).max(now.since(released_at) / LATE_RELEASE_DIVISOR);
+        let pause = engine.sleep_until(now.after(pause).min(until));
         tokio::select! {
             biased;
             () = pause => {}
@@ -171,3 +175,6 @@ async fn release_late_grants(pending: PendingRelease, mut freed: u32) {
         attempt += 1;
     }
 }
+
+/// The pause before a late release is at least the time since the first release, divided by this.
+const LATE_RELEASE_DIVISOR: u32 = 16;

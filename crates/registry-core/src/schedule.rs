@@ -23,8 +23,8 @@ pub(crate) trait Renewable: Send + Sync {
     /// Returns the id of the latest schedule entry of this claim's local lock.
     fn latest_entry_id(&self) -> &LatestEntryId;
 
-    /// Returns the action for this claim, whose entry `id` is due. Records a renewal as sent, and
-    /// schedules the next entry.
+    /// Returns the action for this claim, whose entry `id` is due. If the action is a renewal,
+    /// records it as sent. Schedules the next entry unless the claim or its lease has ended.
     fn begin_due_action(self: Arc<Self>, id: EntryId, now: Moment) -> RenewerAction;
 
     /// Returns the lease to request now, in a call that renews other claims, and records the
@@ -132,7 +132,7 @@ impl Schedule {
         grant.latest_entry_id().set(id);
         state.next_number += 1;
         state.entries.insert(id, grant);
-        // The task is overdue after a suspension of the host, which tokio's timers do not count.
+        // The timer is overdue after a suspension of the host, which tokio's timers do not count.
         if state.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
             state.wakes_at = Some(at);
             drop(state);

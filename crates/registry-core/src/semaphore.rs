@@ -173,7 +173,8 @@ impl Semaphore {
     /// acquisition with another number fails.
     ///
     /// # Errors
-    /// As [`DistributedLock::lock`]. [`LockError::InvalidOption`] for zero units.
+    /// As [`DistributedLock::lock`] and [`LockGuard::unlock`]. [`LockError::InvalidOption`] for
+    /// zero units. The number is changed even if the unlock fails.
     ///
     /// # Cancel safety
     /// If the future is dropped, the number may or may not be changed.

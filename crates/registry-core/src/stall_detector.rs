@@ -1,7 +1,7 @@
 //! The stall detector: takes over the work of futures that are kept and not polled.
 //!
 //! A future that is not polled cannot release its claim or local permit, or complete its call. A
-//! waiting future therefore keeps its claim, permit or call in a [`SuspensionCell`]. One task per
+//! waiting future therefore keeps its claim, permit or call in a [`MonitoredCell`]. One task per
 //! registry checks these cells.
 //!
 //! `unpolled_max` is the time for which a future may go without a poll. After half of this time,
@@ -25,7 +25,7 @@ use crate::panic_safe::{catch_panic, wake};
 pub(crate) trait StallCheck: Send + Sync {
     /// Checks for futures that are not polled, and takes over their work. The task calls this
     /// method several times within `unpolled_max`. Returns false if no further check is needed.
-    fn check_for_stall(self: Arc<Self>, now: Moment) -> bool;
+    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool;
 }
 
 /// The handle of the stall detector of one registry.
@@ -112,8 +112,8 @@ impl StallDetector {
         let mut due = Vec::new();
         for (id, checked) in &mut checked_objects.by_id {
             if checked.next_check_at <= now {
-                // The next check is due slightly before the interval ends. Otherwise, a round that
-                // comes exactly one interval later could find the object not yet due.
+                // The check is due slightly before the interval ends, so that a round that begins
+                // slightly early still includes the object.
                 checked.next_check_at =
                     now.after(checked.check_interval - checked.check_interval / 8);
                 due.push((*id, Weak::clone(&checked.object)));
@@ -140,8 +140,9 @@ async fn run(stall_detector: StallDetector) {
         }
         let now = Moment::now();
         for (n, (id, object)) in stall_detector.begin_round(now).into_iter().enumerate() {
-            let needs_checks =
-                object.upgrade().and_then(|object| catch_panic(|| object.check_for_stall(now)));
+            let needs_checks = object
+                .upgrade()
+                .and_then(|object| catch_panic(|| object.take_over_if_stalled(now)));
             if needs_checks != Some(true) {
                 stall_detector.deregister(id);
             }
@@ -153,20 +154,20 @@ async fn run(stall_detector: StallDetector) {
 }
 
 /// The state of a future that waits.
-pub(crate) trait SuspendedState: Send + Sized + 'static {
+pub(crate) trait MonitoredState: Send + Sized + 'static {
     /// The value that the future receives instead of its state, if the stall detector has taken the
     /// state.
     type Replacement: Send + 'static;
 
     /// Abandons or completes the future's work, because the future was not polled for
-    /// `unpolled_max`. The implementation passes the replacement to [`SuspensionCell::resolve`] of
+    /// `unpolled_max`. The implementation passes the replacement to [`MonitoredCell::resolve`] of
     /// `cell`.
-    fn take_over(self, cell: &Arc<SuspensionCell<Self>>);
+    fn take_over(self, cell: &Arc<MonitoredCell<Self>>);
 }
 
 /// The cell that contains the state of a future. The stall detector takes the state if the future
 /// is not polled.
-pub(crate) struct SuspensionCell<S: SuspendedState> {
+pub(crate) struct MonitoredCell<S: MonitoredState> {
     unpolled_max: Duration,
     /// Locked while the future is polled, so that a poll need not move the state.
     content: Mutex<CellContent<S>>,
@@ -185,18 +186,18 @@ struct PollState {
     woken: bool,
 }
 
-enum CellContent<S: SuspendedState> {
+enum CellContent<S: MonitoredState> {
     /// The future is not waiting.
     Empty,
     State(S),
     /// The stall detector has taken the state. Contains the replacement once it is known.
-    Abandoned(Option<S::Replacement>),
+    Taken(Option<S::Replacement>),
 }
 
-impl<S: SuspendedState> SuspensionCell<S> {
+impl<S: MonitoredState> MonitoredCell<S> {
     /// Stores the replacement for the taken state, and wakes the future.
     pub(crate) fn resolve(&self, replacement: S::Replacement) {
-        *self.content() = CellContent::Abandoned(Some(replacement));
+        *self.content() = CellContent::Taken(Some(replacement));
         let waker = self.poll_state().waker.take();
         if let Some(waker) = waker {
             wake(waker);
@@ -225,7 +226,7 @@ impl<S: SuspendedState> SuspensionCell<S> {
     }
 }
 
-impl<S: SuspendedState> Wake for SuspensionCell<S> {
+impl<S: MonitoredState> Wake for MonitoredCell<S> {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -238,8 +239,8 @@ impl<S: SuspendedState> Wake for SuspensionCell<S> {
     }
 }
 
-impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
-    fn check_for_stall(self: Arc<Self>, now: Moment) -> bool {
+impl<S: MonitoredState> StallCheck for MonitoredCell<S> {
+    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool {
         let mut content = match self.content.try_lock() {
             Ok(content) => content,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -252,7 +253,7 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
                 self.poll_state().polled = true;
                 return true;
             }
-            CellContent::Abandoned(_) => return false,
+            CellContent::Taken(_) => return false,
         }
         let mut poll_state = self.poll_state();
         if mem::take(&mut poll_state.polled) {
@@ -279,7 +280,7 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
             return true;
         }
         drop(poll_state);
-        let taken = mem::replace(&mut *content, CellContent::Abandoned(None));
+        let taken = mem::replace(&mut *content, CellContent::Taken(None));
         drop(content);
         if let CellContent::State(state) = taken {
             state.take_over(&self);
@@ -288,16 +289,16 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
     }
 }
 
-/// The future's handle of its [`SuspensionCell`]. Dropping the handle drops the content of the
+/// The future's handle of its [`MonitoredCell`]. Dropping the handle drops the content of the
 /// cell.
-pub(crate) struct Suspension<'a, S: SuspendedState> {
+pub(crate) struct MonitoredWait<'a, S: MonitoredState> {
     stall_detector: &'a StallDetector,
     unpolled_max: Duration,
     /// The cell, and its id in the stall detector.
-    cell: Option<(Arc<SuspensionCell<S>>, u64)>,
+    cell: Option<(Arc<MonitoredCell<S>>, u64)>,
 }
 
-impl<'a, S: SuspendedState> Suspension<'a, S> {
+impl<'a, S: MonitoredState> MonitoredWait<'a, S> {
     pub(crate) fn new(stall_detector: &'a StallDetector, unpolled_max: Duration) -> Self {
         Self { stall_detector, unpolled_max, cell: None }
     }
@@ -321,14 +322,14 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
                 CellContent::State(state) => {
                     ready!(step(state, &mut Context::from_waker(&waker)))
                 }
-                CellContent::Abandoned(replacement) => {
+                CellContent::Taken(replacement) => {
                     return replacement.take().map_or(Poll::Pending, |it| Poll::Ready(Err(it)));
                 }
                 CellContent::Empty => return Poll::Pending,
             };
             match mem::replace(&mut *content, CellContent::Empty) {
                 CellContent::State(state) => Poll::Ready(Ok((state, output))),
-                CellContent::Empty | CellContent::Abandoned(_) => {
+                CellContent::Empty | CellContent::Taken(_) => {
                     unreachable!("the content is locked")
                 }
             }
@@ -338,9 +339,8 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
 
     /// Waits for `future`, which does not use `state`. The cell contains `state` during this wait.
     ///
-    /// `future` is boxed, so that the future of an acquisition that never waits is small. An
-    /// acquisition that waits has sent a request before, which costs more than this allocation.
-    pub(crate) fn during<'s, F: Future>(
+    /// `future` is boxed to keep the returned future small. A wait costs more than the allocation.
+    pub(crate) fn wait_for<'s, F: Future>(
         &'s mut self,
         state: S,
         future: F,
@@ -349,10 +349,10 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
         self.run(state, move |_, cx| future.as_mut().poll(cx))
     }
 
-    fn cell(&mut self) -> &Arc<SuspensionCell<S>> {
+    fn cell(&mut self) -> &Arc<MonitoredCell<S>> {
         let (stall_detector, unpolled_max) = (self.stall_detector, self.unpolled_max);
         let (cell, _) = self.cell.get_or_insert_with(|| {
-            let cell = Arc::new(SuspensionCell {
+            let cell = Arc::new(MonitoredCell {
                 unpolled_max,
                 content: Mutex::new(CellContent::Empty),
                 poll_state: Mutex::new(PollState {
@@ -362,7 +362,7 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
                     woken: false,
                 }),
             });
-            let object: Weak<SuspensionCell<S>> = Arc::downgrade(&cell);
+            let object: Weak<MonitoredCell<S>> = Arc::downgrade(&cell);
             let id = stall_detector.register(object, unpolled_max);
             (cell, id)
         });
@@ -370,7 +370,7 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
     }
 }
 
-impl<S: SuspendedState> Drop for Suspension<'_, S> {
+impl<S: MonitoredState> Drop for MonitoredWait<'_, S> {
     fn drop(&mut self) {
         if let Some((cell, id)) = self.cell.take() {
             self.stall_detector.deregister(id);

@@ -81,9 +81,8 @@ pub trait ValueStore: Send + Sync {
     /// Writes the value block if `claim` holds its key exclusively. The store verifies this in the
     /// same step as the write. `token` is the token of the hold that writes.
     ///
-    /// Also returns [`ValueWrite::NotHeld`] if the stored value has a larger token: the write is
-    /// late, and belongs to a hold before a local hand-over. Repeating the last write stores the
-    /// same value again.
+    /// Also returns [`ValueWrite::NotHeld`] if the stored value has a larger token, because the
+    /// write is then late. Repeating the last write stores the same value again.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The value may have been written nevertheless.
@@ -129,7 +128,8 @@ impl ValueRead {
 pub enum ValueWrite {
     /// The value is stored.
     Written,
-    /// The claim does not hold the key, or a later hold has written. The value is unchanged.
+    /// The claim does not hold the key exclusively, or the stored value has a larger token. The
+    /// value is unchanged.
     NotHeld,
 }
 

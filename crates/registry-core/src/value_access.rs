@@ -109,8 +109,8 @@ impl LockGuard {
     /// repeated.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the value may or may not be written, but not after the end of this
-    /// hold.
+    /// If the future is dropped, the value may or may not be written, but not after the store has
+    /// ended the claim.
     ///
     /// # Examples
     /// ```

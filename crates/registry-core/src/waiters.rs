@@ -180,7 +180,7 @@ impl<K: Ord, W> Waiters<K, W> {
         let is_idle = table.entries.is_empty();
         // An aborted task that still runs its last poll must not detach its successor.
         if is_idle && table.task.as_ref().map(JoinHandle::id) == task::try_id() {
-            // The entry is cleared while the mutex is locked, so that no new waiter relies on the
+            // `task` is cleared while the mutex is locked, so that no new waiter relies on the
             // ending task.
             table.task = None;
         }

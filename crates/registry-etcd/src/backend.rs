@@ -31,7 +31,7 @@ use crate::watcher::Watcher;
 /// Each lock has a queue in the cluster. The first claim in the queue holds the lock. A later claim
 /// also holds the lock if its mode is compatible with the modes of all claims before it. For
 /// example, readers are compatible with each other and with one upgradable claim. A release, or the
-/// end of the holder's lease, wakes only the claims whose predecessor it removes: the next
+/// end of the holder's lease, wakes only the claims that wait for the removed entry: the next
 /// exclusive claim, or the readers that waited for a writer. The end of a permit wakes all claims
 /// that wait for units.
 ///
@@ -66,9 +66,11 @@ impl EtcdBackend {
     ///
     /// # Errors
     /// Returns a [`BackendError`] of one of these kinds:
-    /// - `Misconfigured`: the configuration is invalid.
-    /// - `Denied`: the user or password is wrong.
+    /// - `Misconfigured`: the configuration is invalid, or the server is not etcd 3.4 or later.
+    /// - `Denied`: the members reject the login or the client certificate, or the user lacks a
+    ///   permission.
     /// - `Transient`: no member can be reached, or the cluster has no leader.
+    /// - `Protocol`: a member sent an unexpected response.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection.
@@ -101,7 +103,8 @@ impl EtcdBackend {
         error.with_address(Arc::clone(&self.addresses))
     }
 
-    /// Reads one key of the namespace. Tries each configured member at most once.
+    /// Reads one key of the namespace. If a member fails, repeats the read with the next member.
+    /// The number of reads is at most the number of configured members.
     async fn probe(&self) -> Result<(), BackendError> {
         let mut tried = 0;
         loop {
@@ -157,14 +160,14 @@ impl EtcdBackend {
         let mut queues: Vec<(Key, Vec<KeyValue>)> = Vec::new();
         let mut start_key = Vec::new();
         loop {
-            // Each page reads the current revision. The members may have compacted the revision of
-            // the first page.
+            // Each page reads the current revision, because the members may have compacted the
+            // revision of the first page.
             let page = self.range(self.namespace_range(start_key)).await?;
             start_key =
                 page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
             let has_more = page.more && !start_key.is_empty();
             for found in page.kvs {
-                // Keys without a lease belong to other programs.
+                // A key with the name of an entry but without a lease belongs to another program.
                 let Some(key) = self.names.parse_key(&found.key).filter(|_| found.lease != 0)
                 else {
                     continue;
@@ -185,8 +188,8 @@ impl EtcdBackend {
     }
 
     /// Returns a range request for the keys of this namespace from `start_key` on. An empty
-    /// `start_key` requests all keys. The request has no sort order. Members return keys in order
-    /// anyway, but read all keys for each page of a sorted request.
+    /// `start_key` requests all keys. The request has no sort order, because members return keys in
+    /// order anyway. For each page of a sorted request, they would read all keys.
     fn namespace_range(&self, start_key: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
         let first_key = if prefix.is_empty() { b"\0" } else { prefix };
@@ -296,7 +299,7 @@ impl LockAdmin for EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {TRIES_MAX} attempts, the holder of the lock changed each time; retry"
+            "etcd: the holder of the lock changed during each of {TRIES_MAX} attempts; retry"
         ))
         .with_address(Arc::clone(&self.addresses))
         .as_refused())

@@ -30,7 +30,7 @@ pub(crate) struct ClaimEntry {
     pub(crate) is_granted: bool,
     /// The token of the grant, if it is not `create_revision`: the revision of an upgrade, or of a
     /// write directly before the grant.
-    pub(crate) later_token: Option<i64>,
+    pub(crate) token_override: Option<i64>,
     /// The start of the grant delay. Set when the entry becomes first after a holder that may not
     /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
@@ -54,12 +54,12 @@ pub(crate) struct UpgradeRequest {
     pub(crate) name: Vec<u8>,
     /// The lease of this key only. The request can therefore expire without the claim.
     pub(crate) lease: EtcdLease,
-    /// The last reader that holds the key, if the last read found one.
+    /// The shared holder closest to the end of the queue, if the most recent query found one.
     pub(crate) reader: Option<Predecessor>,
     /// The start of the delay after the loss of a reader.
     pub(crate) delayed_since: Option<Moment>,
-    /// The token that was taken for the upgrade, and the creation revision of the blocking entry.
-    /// While the blocking entry exists, no other claim takes a token.
+    /// The token of the upgrade, and the creation revision of the entry that blocks new readers.
+    /// While that entry exists, no other claim takes a token.
     pub(crate) token: Option<(i64, i64)>,
 }
 
@@ -83,7 +83,7 @@ impl ClaimEntry {
             ttl_seconds: Some(ttl_seconds),
             create_revision: None,
             is_granted: false,
-            later_token: None,
+            token_override: None,
             delayed_since: None,
             must_not_recycle: false,
             predecessor: None,
@@ -127,12 +127,12 @@ impl ClaimEntry {
         now.since(self.lease.last_extended()) >= ttl * 2
     }
 
-    /// Creates the entry for a key that was found in the queue. Its position and the remaining time
-    /// of its lease are unknown.
+    /// Creates the entry for a key that was found in the queue. The caller determines whether it is
+    /// granted. Its predecessor and the remaining time of its lease are unknown.
     pub(crate) fn from_key_value(found: KeyValue) -> Self {
         let token = EntryRecord::of(&found).token;
         Self {
-            later_token: Some(token).filter(|token| *token != found.create_revision),
+            token_override: Some(token).filter(|token| *token != found.create_revision),
             name: found.key,
             lease: EtcdLease::new(found.lease, Duration::ZERO, Moment::now()),
             ttl_seconds: None,

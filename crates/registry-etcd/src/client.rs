@@ -43,8 +43,8 @@ struct ClientState {
     /// The last error of connecting. Locked while a caller connects, so that other callers wait for
     /// the same connection.
     last_connect_error: tokio::sync::Mutex<Option<BackendError>>,
-    /// The number of failed rounds. In a failed round, no member accepted a connection and the
-    /// login.
+    /// The number of failed rounds. In a failed round, a caller tried the members and opened no
+    /// connection.
     failed_rounds: AtomicU64,
     /// The id of the last dropped connection. A connection is dropped after a fault, for a new
     /// login, or by [`EtcdClient::close`].
@@ -163,7 +163,8 @@ impl EtcdClient {
         self.call_within(request, self.0.response_timeout).await
     }
 
-    /// Like [`call`](Self::call), but drops a connection that receives nothing for `idle_timeout`.
+    /// Like [`call`](Self::call), but also drops the connection if it receives nothing for
+    /// `idle_timeout`.
     pub(crate) async fn call_within<C: UnaryCall>(
         &self,
         request: C,
@@ -247,7 +248,7 @@ impl EtcdClient {
     }
 
     /// Returns the current connection or opens a new one. Tries the members in order, beginning
-    /// with the current one.
+    /// with `next_member`.
     pub(crate) async fn get_or_connect(&self) -> Result<MemberConnection, BackendError> {
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
@@ -257,9 +258,9 @@ impl EtcdClient {
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
         }
-        // Another caller has tried all members while this caller waited. This caller returns the
-        // same error. With repeated attempts, the last queued caller would wait for a multiple of
-        // the time limit.
+        // Another caller's round has failed while this caller waited. This caller returns the same
+        // error. If each queued caller made its own round, the last one would wait for a multiple
+        // of the time limit.
         if let Some(error) = &*last_connect_error
             && self.0.failed_rounds.load(Ordering::Acquire) != failed_rounds
         {

@@ -51,6 +51,8 @@ pub struct EtcdConfig {
     namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
+    /// A method has set `response_timeout`, so the option `timeout` does not.
+    is_response_timeout_set: bool,
     is_encrypted: bool,
     pem_files: PemFiles,
     #[cfg(feature = "tls")]
@@ -78,8 +80,8 @@ pub enum Layout {
     /// (`v3lock`). Programs that use one of these contend for the same locks.
     ///
     /// The names are `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, without escaping. A
-    /// key must not contain a slash, because every key below a lock's name is an entry of its
-    /// queue. The part of `NAME` before its last slash is the namespace.
+    /// lock's key must not contain a slash, because every etcd key below a lock's name is an entry
+    /// of its queue. The part of `NAME` before its last slash is the namespace.
     Etcdctl,
 }
 
@@ -100,6 +102,7 @@ impl EtcdConfig {
             namespace: None,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
+            is_response_timeout_set: false,
             is_encrypted: false,
             pem_files: PemFiles::default(),
             #[cfg(feature = "tls")]
@@ -121,7 +124,7 @@ impl EtcdConfig {
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
         if !matches!(&*url.scheme, "etcd" | "etcds") {
-            return Err(url.invalid("has no scheme of etcd; use `etcd` or `etcds`"));
+            return Err(url.invalid("has no etcd scheme; use `etcd` or `etcds`"));
         }
         let syntax = format!("write `{}://HOST:PORT,HOST:PORT`", url.scheme);
         let (login, hosts) = url.login_and_hosts(&syntax)?;
@@ -177,6 +180,7 @@ impl EtcdConfig {
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
+        self.is_response_timeout_set = true;
         self
     }
 
@@ -254,8 +258,8 @@ impl EtcdConfig {
                 .map_err(|_| misconfigured("the user agent is invalid"))?
                 .tcp_nodelay(true)
                 .connect_timeout(self.connect_timeout)
-                // Members reject clients that ping more often than every 5 s. The response time-out
-                // therefore detects a dead host earlier than a ping.
+                // Members reject clients that ping more often than every 5 s. The default response
+                // time-out therefore detects a dead host earlier than a ping.
                 .http2_keep_alive_interval(PING_INTERVAL)
                 .keep_alive_timeout(PING_TIMEOUT)
                 .keep_alive_while_idle(false);
@@ -300,9 +304,14 @@ impl BackendConfig for EtcdConfig {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
             "lease" => {}
-            // After the engine's time-out, the client drops the connection to a member without
-            // responses. The next request uses the next member.
-            "timeout" => self.response_timeout = parse_time(value)?,
+            // The engine's time-out is also the response time-out: after it, the client drops the
+            // connection to a member without responses. The next request uses the next member.
+            "timeout" => {
+                let timeout = parse_time(value)?;
+                if !self.is_response_timeout_set {
+                    self.response_timeout = timeout;
+                }
+            }
             "layout" => {
                 let layouts = [("native", Layout::Native), ("etcdctl", Layout::Etcdctl)];
                 self.layout = parse_choice(value, &layouts)?;

@@ -75,7 +75,7 @@ fn cluster_finding(voters: usize) -> Finding {
             "the cluster has one member: while it is down, no lock is available; use three members",
         ),
         even if even.is_multiple_of(2) => Finding::warning(format!(
-            "the cluster has {even} members: it survives no more failures than with {}, and each further member may fail; use an odd number",
+            "the cluster has {even} members: it survives no more failures than with {}; use an odd number",
             even - 1
         )),
         odd => {

@@ -13,7 +13,7 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 pub(crate) enum CallError {
     /// The member does not know the lease. Nothing was executed.
     LeaseNotFound,
-    /// The login has expired. Nothing was executed.
+    /// The login has expired or is missing. Nothing was executed.
     Unauthenticated,
     /// The transaction has more operations than the members permit. Nothing was executed.
     TooManyOperations,
@@ -42,7 +42,7 @@ impl CallError {
             }
             Self::Unauthenticated => BackendError::new(
                 Denied,
-                "etcd: the members require a login or rejected a new token; check user and password",
+                "etcd: the members require a login, or rejected the token of a new login; check user and password",
             )
             .as_refused(),
             Self::TooManyOperations => BackendError::new(
@@ -102,7 +102,7 @@ pub(crate) fn classify(status: &Status) -> CallError {
             Transient,
             "the members have no space for writes (alarm NOSPACE); compact and defragment them",
         ),
-        // Members return this error for some requests without its status code.
+        // For some requests, members return this error with the status code `Unknown`.
         Code::ResourceExhausted | Code::Unknown if has("etcdserver: too many requests") => {
             refused(Transient, "the members are overloaded: too many requests; reduce their load")
         }

@@ -12,8 +12,8 @@ use crate::txn::{self, TxnResults};
 
 /// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
-    /// Starts a transaction that is executed only if this guard still holds the lock. Guards of all
-    /// modes can fence. The cluster compares the creation revision of the guard's queue entry.
+    /// Creates a transaction that is executed only if this guard still holds the lock. Guards of
+    /// all modes can fence. The cluster compares the creation revision of the guard's queue entry.
     ///
     /// A lease alone cannot prevent a write of a process that is suspended and resumes after the
     /// lease has ended. The cluster does not execute a transaction of such a former holder.
@@ -55,7 +55,7 @@ pub struct Committed {
 #[non_exhaustive]
 pub enum FenceError {
     /// This guard no longer holds the lock. Nothing was written.
-    #[error("lock {key:?} was lost")]
+    #[error("lock {key:?} was lost, so the transaction was not executed; acquire the lock again")]
     #[non_exhaustive]
     Lost {
         /// The lock's key.
@@ -70,8 +70,8 @@ pub enum FenceError {
         /// The lock's key.
         key: String,
     },
-    /// The request failed. Unless it is [refused](BackendError::refused), the
-    /// transaction may or may not have been executed.
+    /// The request failed. Unless the error is [refused](BackendError::refused), the transaction
+    /// may or may not have been executed.
     #[error("fenced transaction on {key:?} failed")]
     #[non_exhaustive]
     Backend {
@@ -157,7 +157,7 @@ async fn execute(
     token: i64,
     operations: Vec<OpRequest>,
 ) -> Result<Option<Committed>, BackendError> {
-    let Some((name, create_revision)) = backend.find_grant(claim, token).await? else {
+    let Some((name, create_revision)) = backend.find_entry_with_token(claim, token).await? else {
         return Ok(None);
     };
     let reads: Vec<bool> = operations.iter().map(|op| matches!(op, OpRequest::Range(_))).collect();

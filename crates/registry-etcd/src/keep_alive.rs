@@ -93,7 +93,7 @@ impl KeepAlive {
         idle_timeout: Duration,
     ) -> PendingKeepAlive {
         PendingKeepAlive {
-            sent_at: Moment::now(),
+            queued_at: Moment::now(),
             receiver: self.queue.push(lease, expires_at, idle_timeout),
         }
     }
@@ -102,7 +102,7 @@ impl KeepAlive {
 /// A request whose outcome is read later.
 #[derive(Debug)]
 pub(crate) struct PendingKeepAlive {
-    pub(crate) sent_at: Moment,
+    pub(crate) queued_at: Moment,
     receiver: oneshot::Receiver<TimedResponse>,
 }
 
@@ -117,7 +117,8 @@ pub(crate) enum KeepAliveOutcome {
 }
 
 impl PendingKeepAlive {
-    /// Returns the outcome once. Returns `None` while the request is unanswered.
+    /// Returns the outcome once. Returns `None` while the request is unanswered, and if it has
+    /// failed.
     pub(crate) fn take_outcome(&mut self) -> Option<KeepAliveOutcome> {
         let response = self.receiver.try_recv().ok()?;
         Some(if response.ttl > 0 {
@@ -244,7 +245,7 @@ impl RequestQueue {
         }
     }
 
-    /// Returns unanswered requests of a stream to the queue.
+    /// Puts the unanswered requests of a stream back into the queue.
     fn requeue(&self, sent: impl IntoIterator<Item = SentRequest>) {
         let mut requests = self.requests();
         for SentRequest { lease, .. } in sent {
@@ -340,8 +341,8 @@ async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, stream_index:
     }
 }
 
-/// Serves one stream until it ends. Returns false if the stream received no response. Returns true
-/// if another caller dropped the connection.
+/// Serves one stream until it ends. Returns true if the stream received a response, or if another
+/// caller dropped the connection.
 async fn serve_stream(
     client: &EtcdClient,
     connection: &MemberConnection,

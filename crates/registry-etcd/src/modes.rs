@@ -1,5 +1,5 @@
-//! Shared claims, upgradable claims and permits: appends them to a queue, reads their position, and
-//! converts their modes. `queue` calls this module for all claims that are not exclusive.
+//! Appends shared claims, upgradable claims and permits to a queue, and reads their positions. Also
+//! converts claims of all modes. `queue` calls this module for these claims and all conversions.
 //!
 //! Each decision uses one snapshot of the whole queue, by the rules of
 //! [`registry_core::queue_position`].
@@ -119,7 +119,8 @@ impl EtcdBackend {
                     entry.create_revision = Some(own_entry.create_revision);
                     **entry_guard = Some(entry);
                 } else {
-                    // Another client has chosen the same lease id, so the entry belongs to it.
+                    // Another client has chosen the same lease id. The entry of this name belongs
+                    // to that client.
                     self.abandon(entry);
                 }
                 return Ok(QueueStep::Retry);
@@ -229,7 +230,8 @@ impl EtcdBackend {
             return Ok(QueueStep::Done(Attempt::Busy(busy)));
         }
         if entry.lease.remaining() < claim.lease() / 2 {
-            // The leader has just changed, and no majority has confirmed the renewed lease.
+            // The last extension of the entry's lease does not count, because the leader has
+            // changed since.
             **entry_guard = Some(entry);
             return Ok(QueueStep::Retry);
         }
@@ -245,7 +247,7 @@ impl EtcdBackend {
             return self.take_token(entry_guard, entry, own_entry, mode).await;
         }
         entry.is_granted = true;
-        entry.later_token =
+        entry.token_override =
             Some(own_record.token).filter(|token| Some(*token) != entry.create_revision);
         let lease = entry.lease.remaining().min(claim.lease());
         let token = fencing_token(own_record.token);
@@ -253,11 +255,12 @@ impl EtcdBackend {
         token.map(|token| QueueStep::Done(Attempt::Granted(Grant::new(token, lease))))
     }
 
-    /// Stores the token of a granted claim whose record has none. The caller then reads the queue
-    /// again, even if another attempt has stored a token.
+    /// Stores the token of a granted claim whose record has none. Always returns `Retry`, so the
+    /// caller reads the queue again.
     ///
-    /// The token is the revision of the first write. Every earlier grant that is incompatible with
-    /// this grant ended before this write, so its token is smaller.
+    /// Writes the record twice. The first write keeps the value, and its revision becomes the
+    /// token. The second write stores this token. Every earlier grant that is incompatible with
+    /// this grant ended before the first write, so its token is smaller.
     pub(crate) async fn take_token(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -265,7 +268,7 @@ impl EtcdBackend {
         own_entry: &KeyValue,
         mode: ClaimMode,
     ) -> Result<QueueStep, BackendError> {
-        // A caller that was cancelled or received no response finds the entry again.
+        // If the caller is cancelled or gets no response, the next attempt finds the entry here.
         **entry_guard = Some(entry);
         let touch = txn::convert(own_entry, own_entry.value.clone(), &[], None);
         let touched = self.execute(touch).await.map_err(|it| it.into_error().as_unknown())?;
@@ -325,7 +328,7 @@ impl EtcdBackend {
         Ok(blocking.and_then(predecessor))
     }
 
-    /// Converts the grant of the claim to the mode of `claim`.
+    /// Converts the claim's grant to the mode `claim.mode()`.
     pub(crate) async fn convert(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         if entry_guard.is_none() {
@@ -342,7 +345,7 @@ impl EtcdBackend {
             match self.try_convert(claim, entry, current).await? {
                 Conversion::Done(token) => {
                     entry.is_granted = true;
-                    entry.later_token =
+                    entry.token_override =
                         Some(token).filter(|token| Some(*token) != entry.create_revision);
                     if let Some(upgrade) = entry.upgrade.take() {
                         self.pool.revoke_later(upgrade.lease.id);
@@ -393,8 +396,8 @@ impl EtcdBackend {
                 return Ok(Conversion::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
-            // The conversion is late: the grant was upgraded after it was sent, and the holder
-            // relies on the upgrade.
+            // This conversion is late: the grant was upgraded after the conversion was sent, and
+            // the holder relies on the upgrade.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -491,8 +494,8 @@ impl EtcdBackend {
             return Ok(Conversion::Retry(None));
         }
         let blocking = match upgrade_position(&modes(&snapshot.entries), own_index) {
-            UpgradePosition::Free(blocking) => &snapshot.entries[blocking],
-            UpgradePosition::NoRequest => return Ok(Conversion::Retry(None)),
+            UpgradePosition::Grantable(blocking) => &snapshot.entries[blocking],
+            UpgradePosition::ReadersNotBlocked => return Ok(Conversion::Retry(None)),
             UpgradePosition::Behind(reader) => {
                 let reader = &snapshot.entries[reader];
                 let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
@@ -503,7 +506,8 @@ impl EtcdBackend {
         };
         let lost = snapshot.tombstones_of_lost_entries(&self.names, &entry.name);
         if upgrade.delayed_since.is_none() && !lost.is_empty() {
-            // A reader was lost. Its holder needs time to detect the loss.
+            // Another entry was deleted without a release. If it belonged to a reader, its holder
+            // needs time to detect the loss.
             upgrade.delayed_since = Some(Moment::now());
             sleep(GRANT_DELAY).await;
             for tombstone in lost {
@@ -582,7 +586,7 @@ enum Conversion {
     Gone,
     /// The entry does not exist.
     Lost,
-    /// The queue has changed. Contains the new state if it was read.
+    /// The caller tries again. Contains the current state of the queue if it was read.
     Retry(Option<QueueSnapshot>),
 }
 

@@ -17,8 +17,8 @@ use registry_core::{InvalidKey, Key};
 
 use crate::config::Layout;
 
-/// The characters that the native layout escapes: all except letters, digits and the characters
-/// that are common in keys.
+/// The characters that the native layout escapes: all except ASCII letters, digits and five
+/// characters that are common in keys.
 const ESCAPED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b':').remove(b'~');
 

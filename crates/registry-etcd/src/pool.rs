@@ -56,7 +56,7 @@ impl LeasePool {
         {
             let mut idle = self.idle();
             if let Some(leases) = idle.get_mut(&ttl_seconds) {
-                // The lease that was released last has the longest remaining time.
+                // The lease that was released last usually has the longest remaining time.
                 let lease = leases.pop().filter(|lease| !lease.remaining().is_zero());
                 if lease.is_none() || leases.is_empty() {
                     idle.remove(&ttl_seconds);

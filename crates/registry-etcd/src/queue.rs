@@ -92,7 +92,7 @@ impl EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {TRIES_MAX} attempts, the leases expired before they were used; use longer leases or check the members' load"
+            "etcd: in each of {TRIES_MAX} attempts, the lease of the claim expired or the queue changed; use longer leases or check the members' load"
         )))
     }
 
@@ -107,8 +107,8 @@ impl EtcdBackend {
         }
     }
 
-    /// Creates the claim's entry in the queue. A claim that does not wait joins only an empty
-    /// queue.
+    /// Creates the claim's entry in the queue. An exclusive claim that does not wait joins only an
+    /// empty queue.
     async fn create_entry(
         &self,
         claim: &Claim,
@@ -130,7 +130,7 @@ impl EtcdBackend {
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
-            // No request for the entry was sent, so the error counts as refused.
+            // This attempt has sent no request for the entry, so the error counts as refused.
             Err(error) => {
                 return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
             }
@@ -277,7 +277,8 @@ impl EtcdBackend {
         );
         let response = self.execute(request);
         let (results, was_released) = match &old_predecessor {
-            // The entry is probably first now, so the two requests run concurrently.
+            // The predecessor was deleted, so the entry may be first now. The grant then needs both
+            // responses, so the two requests run concurrently.
             Some(predecessor) if predecessor.is_deleted => {
                 join(response, self.was_released(predecessor)).await
             }
@@ -344,7 +345,7 @@ impl EtcdBackend {
         if record.needs_token() {
             return self.take_token(entry_guard, entry, own_entry, ClaimMode::Exclusive).await;
         }
-        entry.later_token =
+        entry.token_override =
             Some(record.token).filter(|token| Some(*token) != entry.create_revision);
         self.grant_or_busy(claim, entry_guard, entry, None)
     }
@@ -439,10 +440,10 @@ impl EtcdBackend {
     /// Returns whether the deleted predecessor released its lock. A layout with tombstones detects
     /// losses by tombstones, so this function then always returns true.
     ///
-    /// Without tombstones, the predecessor's lease decides. A release by this library keeps the
-    /// lease; after a loss, the lease is gone. Other programs revoke the lease on release, so a
-    /// missing lease does not show a loss of their entries. Each deletion of their entries
-    /// therefore counts as a release.
+    /// Without tombstones, the predecessor's lease decides. A release or a forced release by this
+    /// library keeps the lease, and counts as a release. If the lease has expired or was revoked,
+    /// the entry was lost. Other programs revoke the lease on release, so a missing lease does not
+    /// show a loss of their entries. Each deletion of their entries therefore counts as a release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -462,7 +463,7 @@ impl EtcdBackend {
             None => {
                 entry.is_granted = true;
                 let lease = entry.lease.remaining().min(claim.lease());
-                let token = entry.later_token.or(entry.create_revision);
+                let token = entry.token_override.or(entry.create_revision);
                 let token = fencing_token(token.unwrap_or(-1));
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
@@ -505,8 +506,8 @@ impl EtcdBackend {
         self.keep_alive.extend(lease, limits).await
     }
 
-    /// Revokes an entry's lease, if this client created the lease, and deletes the entry's
-    /// tombstone. Both run in the background.
+    /// Revokes an entry's lease, if this client created the lease, and the lease of its upgrade
+    /// request. Also deletes the entry's tombstone. All of this runs in the background.
     pub(crate) fn abandon(&self, entry: ClaimEntry) {
         if let Some(upgrade) = &entry.upgrade {
             self.pool.revoke_later(upgrade.lease.id);
@@ -546,8 +547,8 @@ impl EtcdBackend {
         error
     }
 
-    /// Returns to the pool the lease of an entry that was not created. Caches the entry instead if
-    /// an earlier request may still create it.
+    /// Puts the lease of an entry that was not created back into the pool. Caches the entry instead
+    /// if an earlier request may still create it.
     pub(crate) fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
         if entry.must_not_recycle {
             **entry_guard = Some(entry);
@@ -556,8 +557,8 @@ impl EtcdBackend {
         }
     }
 
-    /// Returns an entry's lease to the pool. Abandons the entry instead if an earlier request for
-    /// it may still take effect.
+    /// Puts an entry's lease back into the pool. Abandons the entry instead if its lease must not
+    /// be reused, or if another client created the lease.
     pub(crate) fn recycle_lease(&self, entry: ClaimEntry) {
         if let Some(upgrade) = &entry.upgrade {
             self.pool.revoke_later(upgrade.lease.id);
@@ -610,8 +611,7 @@ impl EtcdBackend {
         Ok(if was_granted { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Removes the claim's entry from the queue if the cache does not contain its creation
-    /// revision.
+    /// Removes from the queue a claim's entry whose creation revision is not in the cache.
     async fn dequeue_uncached(
         &self,
         claim: &Claim,
@@ -658,16 +658,16 @@ impl EtcdBackend {
         Ok(Some(ClaimEntry { is_granted, upgrade, ..ClaimEntry::from_key_value(found.clone()) }))
     }
 
-    /// Returns the key of the claim's entry and its creation revision, if the claim is granted with
-    /// this token.
-    pub(crate) async fn find_grant(
+    /// Returns the name and the creation revision of the claim's entry, if the claim has this
+    /// token.
+    pub(crate) async fn find_entry_with_token(
         &self,
         claim: &Claim,
         token: i64,
     ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
         let grant = |entry: &ClaimEntry| {
             let create_revision = entry.create_revision?;
-            let is_granted = entry.later_token.unwrap_or(create_revision) == token;
+            let is_granted = entry.token_override.unwrap_or(create_revision) == token;
             is_granted.then(|| (entry.name.clone(), create_revision))
         };
         let cached = self.claims.lock_entry(claim).await.as_ref().and_then(grant);
@@ -677,8 +677,9 @@ impl EtcdBackend {
         Ok(self.find_entry(claim).await?.as_ref().and_then(grant))
     }
 
-    /// Waits until the claim's predecessor is deleted or its watch ends. Keeps the claim's lease
-    /// alive meanwhile. `predecessor_revision` is the creation revision of the predecessor.
+    /// Waits until the predecessor of the claim is deleted or changed, or its watch fails. Keeps
+    /// the lease of a queued claim alive meanwhile. `predecessor_revision` is the creation revision
+    /// of the predecessor.
     pub(crate) async fn wait_for_predecessor(&self, claim: &Claim, predecessor_revision: u64) {
         let cached = {
             let mut entry_guard = self.claims.lock_entry(claim).await;
@@ -797,7 +798,7 @@ impl EtcdBackend {
     }
 }
 
-/// Returns the token that this revision becomes.
+/// Converts a revision to a fencing token.
 pub(crate) fn fencing_token(revision: i64) -> Result<FencingToken, BackendError> {
     FencingToken::try_from(revision).map_err(|_| {
         let message = format!(
@@ -826,7 +827,7 @@ fn extension_interval(ttl: Duration) -> Duration {
         .clamp(EXTENSION_INTERVAL_MIN, EXTENSION_INTERVAL_MAX)
 }
 
-/// The minimum time between an extension and the end of the lease, for retries. Short leases leave
+/// The time for retries that an extension leaves before the end of the lease. Short leases leave
 /// less time.
 const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
 /// The minimum pause before a waiter repeats a failed extension.

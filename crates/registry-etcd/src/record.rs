@@ -1,19 +1,18 @@
 //! The value of a queue entry: the readable text `CLAIM SINCE HOST LABEL`. Peers write an empty
 //! value.
 //!
-//! The value of an exclusive claim is this text only. Every other value begins with one word and a
-//! space. The word is `s` (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an
-//! upgrade) or `q` (the request to upgrade the claim). `:TOKEN` follows the word if the token of
-//! the claim is not the revision that created the key. The conditions of `txn` depend on the order
-//! of these letters.
+//! The value is this text only for an exclusive claim whose token is the revision that created the
+//! key. Every other value begins with one word and a space. The word is `s` (shared), `u`
+//! (upgradable), `pTAKE/OF` (permits), `x` (exclusive) or `q` (the request to upgrade the claim).
+//! `:TOKEN` follows the word if the token of the claim is not the revision that created the key.
+//! The conditions of `txn` depend on the order of these letters.
 //!
 //! The word of a claim whose token is taken at its grant is `z`, followed by `s`, `u`, `pTAKE/OF`
 //! or `x`. A claim that is not shared has this word if it was enqueued behind an upgradable claim
 //! or an upgraded one. Every claim has it if it was enqueued behind another claim with such a word.
 //! The upgradable claim may be upgraded before the waiting claim is granted. The token of the
-//! upgrade is then larger than the revision that created the waiting claim's key. If a claim is
-//! downgraded and upgraded again, the second upgrade changes the words of some waiting claims in
-//! the same way. These claims were enqueued before the downgrade.
+//! upgrade is then larger than the revision that created the waiting claim's key. Every upgrade
+//! gives this word to each waiting claim whose token is smaller than that of the upgrade.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -27,15 +26,15 @@ pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
     encode_as(QueuedEntry::Claim(claim.mode()), claim, host)
 }
 
-/// Returns `record` without a token, for a claim whose token is taken at its grant.
+/// Returns `record` with the word `z`, for a claim whose token is taken at its grant.
 pub(crate) fn without_token(record: &[u8], mode: ClaimMode) -> Vec<u8> {
     let word: &[u8] = if mode == ClaimMode::Exclusive { b"zx " } else { b"z" };
     [word, record].concat()
 }
 
-/// Returns the record of a waiting claim without its token, which is then taken at the grant.
-/// Returns `None` if the entry belongs to another program, or if its token is not its creation
-/// revision.
+/// Returns the record of a waiting claim with the word `z`: its token is then taken at the grant.
+/// Returns `None` for an upgrade request, an entry of another program, or an entry whose token is
+/// not its creation revision.
 pub(crate) fn forget_token(entry: &KeyValue) -> Option<Vec<u8>> {
     let EntryRecord { entry: queued, id, token, .. } = EntryRecord::of(entry);
     match (queued, id) {
@@ -63,8 +62,14 @@ pub(crate) fn convert(entry: &KeyValue, mode: ClaimMode, token: i64) -> Vec<u8> 
     [mode_word(QueuedEntry::Claim(mode), token).as_bytes(), text.as_bytes()].concat()
 }
 
-/// Returns the first word of a record and a space. Empty for an exclusive claim that was never
-/// upgraded.
+/// Returns the beginning of the record of an exclusive grant with this token.
+pub(crate) fn exclusive_grant_prefix(id: ClaimId, token: i64, create_revision: i64) -> Vec<u8> {
+    let token = Some(token).filter(|token| *token != create_revision);
+    format!("{}{id} ", mode_word(QueuedEntry::Claim(ClaimMode::Exclusive), token)).into_bytes()
+}
+
+/// Returns the first word of a record and a space. Empty for an exclusive claim if `token` is
+/// `None`: its token is then the creation revision.
 fn mode_word(entry: QueuedEntry, token: Option<i64>) -> String {
     let word = match entry {
         QueuedEntry::Claim(ClaimMode::Shared) => "s".to_owned(),
@@ -88,7 +93,7 @@ pub(crate) struct EntryRecord<'a> {
     pub(crate) id: Option<ClaimId>,
     /// The token of the claim, if it is granted. Zero if the token is not taken yet.
     pub(crate) token: i64,
-    /// The record without the first word. Empty for an entry of another program.
+    /// The record without the word of the mode. Empty for an entry of another program.
     text: &'a str,
 }
 
@@ -163,7 +168,8 @@ pub(crate) fn decode_holder(key: Key, entry: &KeyValue, remaining: Option<Durati
         QueuedEntry::Claim(mode) => mode,
         QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
     };
-    // The result depends on the wall clocks of two hosts, so it is only displayed.
+    // Includes the wait in the queue, because the record states when the claim was enqueued. The
+    // result depends on the wall clocks of two hosts, so it is only displayed.
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
         .with_mode(mode)
@@ -179,7 +185,7 @@ fn decode_since_and_label(text: &str) -> Option<(u64, Option<&str>)> {
     Some((since, fields.nth(1).filter(|label| !label.is_empty())))
 }
 
-/// Returns the host name without spaces.
+/// Returns the host name, percent-encoded, or `-` if it is unknown.
 pub(crate) fn host_name() -> String {
     let kernel_name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = kernel_name

@@ -93,7 +93,7 @@ impl EtcdBackend {
         };
         let Some(mut renewal) = renewal else { return Ok(None) };
         let idle_timeout = self.idle_timeout_of(claim);
-        // After a third of the lease, the engine starts the next renewal.
+        // A third of the lease is the engine's interval between renewals.
         let limits = RequestLimits { idle_timeout, total: idle_timeout.max(claim.lease() / 3) };
         let tombstone_lease = self.find_and_extend_tombstone_lease(renewal.ttl_seconds);
         let needs_rewrite = tombstone_lease.is_none() || tombstone_lease != renewal.tombstone_lease;
@@ -284,7 +284,7 @@ impl EtcdBackend {
         // The pool reuses a lease only for an entry that is named after it. This entry keeps the
         // name of its previous lease, so its new lease must not return to the pool.
         entry.must_not_recycle = true;
-        // Unknown, unless this renewal has written the tombstone.
+        // The caller sets this field if its renewal has written the tombstone.
         entry.tombstone_lease = None;
         if entry.ttl_seconds.is_some() && previous.id != entry.lease.id {
             self.pool.revoke_later(previous.id);

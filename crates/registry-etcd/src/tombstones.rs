@@ -110,7 +110,7 @@ impl TombstoneLeases {
         let last_request = tombstone_lease
             .pending_keep_alive
             .as_ref()
-            .map_or(tombstone_lease.extended_at, |pending| pending.sent_at);
+            .map_or(tombstone_lease.extended_at, |pending| pending.queued_at);
         if now.since(last_request) >= entry_ttl / 3 {
             // No caller awaits the outcome, because the lease lasts long enough for further
             // requests.

@@ -31,8 +31,8 @@ pub(crate) fn enqueue(
     lease: i64,
     tombstone: Option<TombstonePut>,
 ) -> TxnRequest {
-    // Only the native layout has tombstones and records without tokens. Peers of the etcdctl layout
-    // cannot read records.
+    // Without a tombstone, the layout is etcdctl. It has no upgrades, so every creation revision is
+    // a valid token.
     let put = match &tombstone {
         Some(_) => put_behind(queue, name, record, lease, ClaimMode::Exclusive),
         None => put_op(name, record, lease),
@@ -197,10 +197,9 @@ pub(crate) fn replace_waiting(
     txn
 }
 
-/// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if an
-/// upgrade may take a larger token before this claim is granted. This is possible if the queue
-/// contains a record without a token. For a claim that is not shared, it is also possible if the
-/// queue contains an upgradable or an upgraded claim.
+/// Puts the entry `name` of a claim of this mode into `queue`. The record has no token if the queue
+/// contains a record without one or, unless this claim is shared, an upgradable or upgraded claim.
+/// An upgrade may then take a larger token before this claim is granted.
 fn put_behind(
     queue: &[u8],
     name: &[u8],
@@ -208,8 +207,8 @@ fn put_behind(
     lease: i64,
     mode: ClaimMode,
 ) -> OpRequest {
-    // A reader may hold the key together with an upgradable claim. The upgrade then waits for the
-    // reader, so the token of the reader is smaller.
+    // An upgrade waits for readers that hold the key, so their tokens are smaller. It replaces the
+    // tokens of waiting readers itself.
     let end = if mode == ClaimMode::Shared { WITHOUT_TOKEN_FROM } else { UPGRADABLE_FROM };
     let end = TargetUnion::Value(end.to_vec());
     let without_token = record::without_token(&record, mode);
@@ -217,8 +216,8 @@ fn put_behind(
         let success = ops([put_op(name, record, lease)]);
         OpRequest::Txn(TxnRequest { compare: vec![compare], success, failure: ops([otherwise]) })
     };
-    let has_tokens = compare_all(queue, LESS, VALUE, end);
-    let behind = put_if(has_tokens, record.clone(), put_op(name, without_token, lease));
+    let keeps_token = compare_all(queue, LESS, VALUE, end);
+    let behind = put_if(keeps_token, record.clone(), put_op(name, without_token, lease));
     // In an empty queue, the comparison of values is false.
     let is_empty = compare_all(queue, EQUAL, CREATE, TargetUnion::CreateRevision(0));
     put_if(is_empty, record, behind)
@@ -244,6 +243,19 @@ fn compare_mod_revision(entry: &KeyValue) -> Compare {
         target_union: Some(TargetUnion::ModRevision(entry.mod_revision)),
         range_end: Vec::new(),
     }
+}
+
+/// Returns the condition that the value of `name` begins with `prefix` and is longer.
+pub(crate) fn compare_value_prefix(name: &[u8], prefix: Vec<u8>) -> [Compare; 2] {
+    let compare = |result, value| Compare {
+        result,
+        target: VALUE,
+        key: name.to_vec(),
+        target_union: Some(TargetUnion::Value(value)),
+        range_end: Vec::new(),
+    };
+    let end = prefix_end(&prefix);
+    [compare(GREATER, prefix), compare(LESS, end)]
 }
 
 /// Returns two operations: a read of the existing tombstones, then the put of the new tombstone.
@@ -394,8 +406,8 @@ pub(crate) fn rewrite_tombstone(
 
 /// Returns the value of a rewritten tombstone: the creation revision of its entry. A rewritten
 /// tombstone was not written together with its entry. Its revision may therefore be newer than
-/// those of entries that were appended after its own entry. The tombstone of a holder that enqueues
-/// again also has a newer revision, but an empty value.
+/// those of entries that were appended after its own entry. A holder that releases and enqueues
+/// again may reuse the name. That tombstone also has a newer revision, but an empty value.
 pub(crate) fn rewritten_tombstone_value(create_revision: i64) -> Vec<u8> {
     create_revision.to_string().into_bytes()
 }
@@ -469,8 +481,8 @@ fn ops(requests: impl IntoIterator<Item = OpRequest>) -> Vec<RequestOp> {
     requests.into_iter().map(op).collect()
 }
 
-/// The maximum number of tombstones per response. One tombstone suffices to detect a possible loss.
-/// The claim that detects the loss deletes all returned tombstones.
+/// The limit of [`some_tombstones`]. One tombstone suffices to detect a possible loss. The claim
+/// that detects the loss deletes all returned tombstones.
 const TOMBSTONES_MAX: i64 = 8;
 
 /// The response to a transaction, decoded part by part.

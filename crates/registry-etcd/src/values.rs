@@ -10,6 +10,7 @@ use registry_core::{
 use crate::backend::EtcdBackend;
 use crate::error::CallError;
 use crate::proto::{OpRequest, PutRequest, TxnRequest};
+use crate::record;
 use crate::txn;
 
 #[async_trait]
@@ -30,7 +31,7 @@ impl ValueStore for EtcdBackend {
         if claim.mode() != ClaimMode::Exclusive {
             return Ok(ValueWrite::NotHeld);
         }
-        let grant = self.find_grant(claim, i64::from(token)).await;
+        let grant = self.find_entry_with_token(claim, i64::from(token)).await;
         let grant = grant.map_err(|error| self.with_address(error))?;
         let Some((entry_name, create_revision)) = grant else { return Ok(ValueWrite::NotHeld) };
         let put = PutRequest {
@@ -38,8 +39,12 @@ impl ValueStore for EtcdBackend {
             value: LockValue::encode(token, value),
             ..PutRequest::default()
         };
+        // The mode and the token are compared too: another request may convert the claim meanwhile.
+        let record = record::exclusive_grant_prefix(claim.id(), i64::from(token), create_revision);
+        let mut compare = txn::compare_value_prefix(&entry_name, record).to_vec();
+        compare.push(txn::compare_create_revision(&entry_name, create_revision));
         let txn = TxnRequest {
-            compare: vec![txn::compare_create_revision(&entry_name, create_revision)],
+            compare,
             success: vec![txn::op(OpRequest::Put(put))],
             failure: Vec::new(),
         };

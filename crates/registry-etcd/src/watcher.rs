@@ -67,7 +67,7 @@ pub(crate) enum WatchScope {
 pub(crate) enum WatchOutcome {
     /// The key was deleted.
     Deleted,
-    /// The key has a new value, or another key of the queue was deleted.
+    /// The key has a new value, or a key with the watched prefix was deleted.
     Changed,
     /// The watch ended without an event of its scope.
     Ended,
@@ -303,7 +303,7 @@ async fn serve_stream(
         return;
     };
     connection.record_receive();
-    // The time of the unanswered progress request. `None` if every progress request was answered.
+    // The time of the last progress request. `None` if data has arrived since.
     let mut progress_requested_at: Option<Instant> = None;
     loop {
         let has_watches = !watches.0.is_empty();

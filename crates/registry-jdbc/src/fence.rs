@@ -47,18 +47,18 @@ guard.unlock().await?;
 "#
 )]
 pub trait Fence<DB: Database> {
-    /// Ensures that `transaction` can commit only if no other claim has been granted the lock.
+    /// Ensures that `transaction` can commit only if no conflicting claim has been granted the
+    /// lock.
     ///
     /// Checks the guard's claim, token and lease in the transaction. After this check, the lock is
-    /// granted to no other claim until the transaction ends. A client that waits for the lock also
-    /// waits for the transaction, even if the lease expires or the lock is released meanwhile. Keep
-    /// the transaction short. After an error, roll the transaction back.
+    /// granted to no conflicting claim until the transaction ends. A client that waits for the lock
+    /// also waits for the transaction, even if the lease expires or the lock is released meanwhile.
+    /// Keep the transaction short. After an error, roll the transaction back.
     ///
     /// The claim of a fenced lock is not handed over to the next local caller, who acquires a new
     /// claim. So this transaction commits before the next caller's transaction, or not at all. End
-    /// the transaction before [`unlock`](LockGuard::unlock). While the transaction is open,
-    /// `unlock` fails if the store cannot release the lock yet, and the background releaser
-    /// releases it later.
+    /// the transaction before [`unlock`](LockGuard::unlock). If the open transaction blocks the
+    /// release, `unlock` returns an error, and the background releaser releases the lock later.
     ///
     /// In SQLite, the fence takes the write lock of the database. Fence before the transaction
     /// reads anything, or begin the transaction with `BEGIN IMMEDIATE`. SQLite refuses to upgrade a
@@ -99,8 +99,8 @@ pub trait Fence<DB: Database> {
     /// the next grant or not at all, even if the holder does not notice the end of its connection.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] if this guard no longer holds the lock. All other errors mean that the
-    /// check failed.
+    /// [`FenceError::Lost`] if this guard no longer holds the lock. After any other error, it is
+    /// unknown whether this guard holds the lock.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the transaction open and possibly unchecked. Roll the transaction
@@ -125,8 +125,8 @@ pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
-    /// This guard no longer holds the lock. The fence wrote nothing.
-    #[error("lock {key:?} was lost")]
+    /// This guard no longer holds the lock. The fence changed no data.
+    #[error("lock {key:?} was lost; roll back, and acquire the lock again")]
     #[non_exhaustive]
     Lost {
         /// The key.
@@ -134,7 +134,7 @@ pub enum FenceError {
     },
     /// The lock is stored in another kind of store.
     #[error(
-        "lock {key:?} is not stored in {database}, so it cannot fence a {database} transaction"
+        "lock {key:?} is not stored in {database}, so it cannot fence a {database} transaction; use a lock of a registry on that database"
     )]
     #[non_exhaustive]
     Unsupported {

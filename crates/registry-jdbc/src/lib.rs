@@ -97,7 +97,8 @@ pub mod stores {
     pub use crate::sqlite::STORE as SQLITE;
 }
 
-/// The sqlx that this crate was built with. [`Fence`] takes transactions of this version.
+/// The sqlx that this crate was built with. [`Fence`] and the other traits take transactions of
+/// this version.
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;
 

@@ -49,11 +49,11 @@ pub trait LockIn<DB: Database>: Sync {
     /// wait queue of the key, which also contains callers that wait for guards. No claim is handed
     /// over to a caller that is behind this caller in the queue.
     ///
-    /// In PostgreSQL, the lock also works through a pooler that gives each transaction another
-    /// connection. The transaction must have the isolation level `READ COMMITTED`, the server's
-    /// default. `REPEATABLE READ` and `SERIALIZABLE` return [`LockInError::Isolation`] before
-    /// anything is locked. The snapshot of such a transaction is older than the grant, so the
-    /// transaction would not see the writes of the previous holder.
+    /// In PostgreSQL, the lock also works through a pooler in transaction mode. The transaction
+    /// must have the isolation level `READ COMMITTED`, the server's default. `REPEATABLE READ` and
+    /// `SERIALIZABLE` return [`LockInError::Isolation`] before anything is locked. The snapshot of
+    /// such a transaction is older than the grant, so the transaction would not see the writes of
+    /// the previous holder.
     ///
     /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
     /// lock timeout for a single statement. While a transaction holds the lock, an attempt to
@@ -168,8 +168,11 @@ pub enum LockInError {
         /// Why the key is invalid.
         source: InvalidKey,
     },
-    /// The registry's locks are not rows in this kind of database. Nothing was sent.
-    #[error("lock {key:?} is not a row in {database}, so no {database} transaction can hold it")]
+    /// The registry's locks are in another kind of store, or their mode is not supported: `Spring`,
+    /// or in MariaDB and MySQL `Session`. Nothing was sent.
+    #[error(
+        "a {database} transaction cannot hold lock {key:?}: the registry uses another store, or a mode that lock_in does not support"
+    )]
     #[non_exhaustive]
     Unsupported {
         /// The key.
@@ -196,7 +199,8 @@ pub enum LockInError {
         /// The isolation level of the transaction.
         level: String,
     },
-    /// Another transaction conflicts with this transaction. Roll back and retry.
+    /// Another transaction conflicts with this transaction, or the snapshot of this transaction is
+    /// older than the end of the last grant. Roll back and retry.
     #[error(
         "another transaction conflicts with the acquisition of lock {key:?}; roll back and retry"
     )]
@@ -216,7 +220,8 @@ pub enum LockInError {
         /// The database's error.
         source: sqlx::Error,
     },
-    /// The store's own statements, outside of the transaction, failed.
+    /// The store's own statements, outside of the transaction, failed, or the server of the
+    /// transaction is read-only. Roll back.
     #[error("lock_in on {key:?} failed")]
     #[non_exhaustive]
     Backend {

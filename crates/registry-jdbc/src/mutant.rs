@@ -13,7 +13,7 @@ use std::borrow::Cow;
 #[non_exhaustive]
 pub enum Mutant {
     /// A release frees the key even if another claim holds the key.
-    ReleaseWithoutOwner = 1,
+    ReleaseByOtherClaim = 1,
     /// A renewal revives an expired lease.
     RenewalRevives,
     /// A key that this process released is granted again even if another claim holds the key.
@@ -39,7 +39,7 @@ pub enum Mutant {
 impl Mutant {
     /// All mutants.
     pub const ALL: [Self; 10] = [
-        Self::ReleaseWithoutOwner,
+        Self::ReleaseByOtherClaim,
         Self::RenewalRevives,
         Self::ReacquiresHeldKey,
         Self::ConstantToken,

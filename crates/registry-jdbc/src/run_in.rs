@@ -56,8 +56,9 @@ pub trait RunIn<DB: Database> {
     /// transaction for the next tick.
     ///
     /// # Errors
-    /// [`RunInError::Lock`] as [`ScheduledJob::run`], [`RunInError::Fence`] as [`Fence::fence`].
-    /// After an error, roll the transaction back.
+    /// [`RunInError::Lock`] for the errors of [`ScheduledJob::run`]. [`RunInError::Fence`] for the
+    /// errors of [`Fence::fence`], or if the record cannot be written. After an error, roll the
+    /// transaction back.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the transaction open, possibly with the record. Roll the

@@ -53,6 +53,17 @@ async fn create(path: &Path) -> SqliteConnection {
 }
 
 #[tokio::test]
+async fn an_invalid_namespace_is_refused_and_no_file_is_created() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    let config = SqliteConfig::new(&path).with_namespace("n".repeat(256));
+    let error = SqliteBackend::open(config).await.unwrap_err();
+    assert_eq!(error.kind(), Misconfigured, "{error}");
+    assert!(error.to_string().contains("namespace"), "{error}");
+    assert!(!path.exists());
+}
+
+#[tokio::test]
 async fn unusable_paths_are_refused_and_no_file_is_created() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);

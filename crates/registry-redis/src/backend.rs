@@ -32,8 +32,8 @@ use crate::store::{
 /// message that wakes the waiters of all processes. If the server supports client tracking, a
 /// holder is notified as soon as another client changes or removes its lock.
 ///
-/// If the servers lose a lock's record, another client can acquire the lock. A single server loses
-/// all records at a restart, unless it logs all writes (`appendonly yes`, `appendfsync always`). A
+/// If the servers lose a lock's record, another client can acquire the lock. A single server may
+/// lose records at a restart, unless it logs all writes (`appendonly yes`, `appendfsync always`). A
 /// failover to a replica loses the records that the replica has not received. Holders detect the
 /// loss at their next renewal at the latest. Tokens grow even after a loss, so fenced writes stay
 /// safe.
@@ -41,8 +41,8 @@ use crate::store::{
 /// A backend uses two connections per server, regardless of the number of locks and waiters: one
 /// for commands, and one that receives release messages. The first waiter opens the second
 /// connection. With [`with_replicas`](RedisConfig::with_replicas) or
-/// [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
-/// that wait for replicas or disks.
+/// [`with_fsync`](RedisConfig::with_fsync), four more connections per server carry the grants and
+/// renewals that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
     /// The addresses of all configured servers, for errors that no single server caused.

@@ -35,6 +35,11 @@ pub struct RedisConfig {
     timeout_option: Option<Duration>,
     replica_timeout_option: Option<Duration>,
     restart_guard_option: Option<Duration>,
+    /// Whether a method has set `response_timeout`. If not, the option `timeout` may change it.
+    is_response_timeout_set: bool,
+    /// Whether a method or an option has set the limit of `durability`. If not, the option
+    /// `timeout` may change it.
+    is_replica_timeout_set: bool,
 }
 
 /// Redis and Valkey.
@@ -79,7 +84,7 @@ const OPTIONS: &[OptionRow] = &[
     OptionRow::time(
         "replica_timeout",
         (SERVER_TIME_MIN, RegistryBuilder::TIMEOUT_MAX),
-        "`1s`; at most five sixths of a `timeout` that is set",
+        "`1s`, or five sixths of `timeout` if that is shorter",
         "how long replicas and disks may take; less than `timeout`",
     )
     .only(NO_QUORUM, is_no_quorum),
@@ -377,8 +382,8 @@ impl RedisConfig {
         Self::with_servers(ServerAddresses::Cluster(tcp_addresses(members)))
     }
 
-    /// Configures a quorum of independent masters. A claim that more than half of them grant holds
-    /// the lock.
+    /// Configures a quorum of independent masters. A claim holds the lock if more than half of the
+    /// masters have granted it.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self::with_servers(ServerAddresses::Quorum(tcp_addresses(masters)))
@@ -409,13 +414,13 @@ impl RedisConfig {
             "sentinel" => "HOST:PORT,HOST:PORT/SERVICE",
             "cluster" => "HOST:PORT,HOST:PORT",
             "quorum" => "HOST:PORT,HOST:PORT,HOST:PORT",
-            _ => return Err(url.invalid("has no scheme of Redis")),
+            _ => return Err(url.invalid("has no Redis scheme")),
         };
         // A Unix socket is never encrypted.
         if !matches!(base_scheme, "redis" | "rediss")
             || (base_scheme, topology) == ("rediss", "unix")
         {
-            return Err(url.invalid("has no scheme of Redis"));
+            return Err(url.invalid("has no Redis scheme"));
         }
         let syntax = format!("write `{}://{syntax}`", url.scheme);
         let (login, hosts) = url.login_and_hosts(&syntax)?;
@@ -509,6 +514,8 @@ impl RedisConfig {
             timeout_option: None,
             replica_timeout_option: None,
             restart_guard_option: None,
+            is_response_timeout_set: false,
+            is_replica_timeout_set: false,
         }
     }
 
@@ -615,6 +622,7 @@ impl RedisConfig {
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
+        self.is_response_timeout_set = true;
         self
     }
 
@@ -650,6 +658,7 @@ impl RedisConfig {
     #[must_use]
     pub fn with_replica_timeout(mut self, limit: Duration) -> Self {
         self.durability.limit = limit;
+        self.is_replica_timeout_set = true;
         self
     }
 
@@ -737,12 +746,17 @@ impl RedisConfig {
     fn check_servers(&self) -> Result<(), OptionError> {
         let is_quorum = matches!(self.servers, ServerAddresses::Quorum(_));
         if !self.min_uptime.is_zero() && !is_quorum {
-            return Err(OptionError::new("restart_guard", "is for a quorum"));
+            return Err(OptionError::new(
+                "restart_guard",
+                "has no effect without a quorum; use `redis+quorum:`, or remove the option",
+            ));
         }
         let all = match &self.servers {
             ServerAddresses::Single(_) => return Ok(()),
             ServerAddresses::Sentinel { service, .. } if service.is_empty() => {
-                return Err(OptionError::general("no sentinel service is set"));
+                return Err(OptionError::general(
+                    "the service name of the sentinels is missing; add it as the path of the URL",
+                ));
             }
             ServerAddresses::Sentinel { sentinels, .. } => sentinels,
             ServerAddresses::Cluster(_) if self.connection.database != 0 => {
@@ -761,13 +775,13 @@ impl RedisConfig {
             ServerAddresses::Quorum(masters) => masters,
         };
         if all.is_empty() {
-            return Err(OptionError::general("no server is named"));
+            return Err(OptionError::general("the list of servers is empty; name at least one"));
         }
         let mut sorted: Vec<_> = all.iter().map(ServerAddress::to_string).collect();
         sorted.sort();
         sorted.dedup();
         if sorted.len() != all.len() {
-            return Err(OptionError::general("a server is named twice"));
+            return Err(OptionError::general("a server is listed twice; list each server once"));
         }
         Ok(())
     }
@@ -775,9 +789,11 @@ impl RedisConfig {
     /// Derives the limits that depend on the engine's time-out.
     fn derive_time_limits(&mut self) {
         let Some(timeout) = self.timeout_option else { return };
-        // A connection must not fail before the engine's time-out ends.
-        self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
-        if self.replica_timeout_option.is_none() {
+        if !self.is_response_timeout_set {
+            // A connection must not fail before the engine's time-out ends.
+            self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
+        }
+        if !self.is_replica_timeout_set {
             // The engine ignores a grant that arrives after its time-out, so the wait for replicas
             // must be shorter.
             self.durability.limit = REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN);
@@ -835,6 +851,7 @@ impl BackendConfig for RedisConfig {
             "replica_timeout" => {
                 self.durability.limit = parse_time(value)?;
                 self.replica_timeout_option = Some(self.durability.limit);
+                self.is_replica_timeout_set = true;
             }
             "restart_guard" => {
                 self.min_uptime = parse_time(value)?;
@@ -1007,6 +1024,20 @@ mod tests {
         let printed = format!("{config:?}");
         assert!(!printed.contains("hunter2"), "{printed}");
         assert!(printed.contains("6379") && printed.contains("database: 3"), "{printed}");
+    }
+
+    #[test]
+    fn a_method_has_precedence_over_the_limits_that_follow_from_the_option_timeout() {
+        let seconds = Duration::from_secs;
+        let mut config = RedisConfig::from_url("redis://127.0.0.1").unwrap();
+        config.set("timeout", "20s").unwrap();
+        assert_eq!(config.response_timeout, seconds(24));
+        let mut config = RedisConfig::from_url("redis://127.0.0.1")
+            .unwrap()
+            .with_response_timeout(seconds(30))
+            .with_replica_timeout(seconds(2));
+        config.set("timeout", "1200ms").unwrap();
+        assert_eq!((config.response_timeout, config.durability.limit), (seconds(30), seconds(2)));
     }
 
     #[test]
@@ -1186,15 +1217,15 @@ mod tests {
             ("redis+sentinel://a,b/main/1/2", "not a database number", "`/0`"),
             ("redis+sentinel://a,b/main//1", "not a database number", "`/0`"),
             ("redis+sentinel://a,b/%ff", "a service", "not UTF-8"),
-            ("redis+sentinel://a,,b/main", "invalid server in its list", SENTINELS),
+            ("redis+sentinel://a,,b/main", "lists an invalid server", SENTINELS),
             ("redis+sentinel://a,b:0/main", "port from 1 to 65535", SENTINELS),
             ("redis+sentinel://a,b,A:26379/main", "twice", "default port is 26379"),
             ("redis+sentinel://worker@a/main", "incomplete login", "`:PASSWORD@`"),
             ("redis+cluster:", "contains no server", CLUSTER),
             ("redis+cluster://", "contains no server", CLUSTER),
-            ("redis+cluster://a,", "invalid server in its list", CLUSTER),
-            ("redis+cluster://a,b c", "invalid server in its list", CLUSTER),
-            ("redis+cluster://a,::1", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,", "lists an invalid server", CLUSTER),
+            ("redis+cluster://a,b c", "lists an invalid server", CLUSTER),
+            ("redis+cluster://a,::1", "lists an invalid server", CLUSTER),
             ("redis+cluster://a,b/1", "number 0", "leave it out"),
             ("redis+cluster://a,b/main", "not a database number", "`/0`"),
             ("redis+cluster://[::1],[::1]:6379", "twice", "each server once"),
@@ -1226,7 +1257,7 @@ mod tests {
             (RedisConfig::quorum(hosts(3)).with_replicas(1), "replicas"),
             (RedisConfig::quorum(hosts(3).chain(hosts(1))), "twice"),
             (RedisConfig::cluster(hosts(1)).with_database(1), "database 0"),
-            (RedisConfig::cluster(hosts(0)), "no server"),
+            (RedisConfig::cluster(hosts(0)), "list of servers is empty"),
             (RedisConfig::sentinel(hosts(1), ""), "service"),
             (RedisConfig::new("h", 1).with_namespace(""), "namespace"),
             (RedisConfig::new("h", 1).with_token_memory(Duration::ZERO), "token_memory"),

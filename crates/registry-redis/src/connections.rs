@@ -49,6 +49,8 @@ pub(crate) trait Topology: fmt::Debug + Send + Sync {
 /// Whether a command can be retried after an error.
 pub(crate) enum ErrorAction {
     Fail,
+    /// Send the same command to the same node again, after `ASKING` if it was sent after `ASKING`.
+    Repeat,
     /// Retry at `node`. `is_asking`: the slot is migrating to `node`.
     Retry {
         node: Arc<RedisNode>,
@@ -194,6 +196,7 @@ impl RedisConnections {
             };
             match self.topology.on_error(&node, &error).await {
                 ErrorAction::Fail => return Err(self.classify(&error, &node)),
+                ErrorAction::Repeat => {}
                 ErrorAction::Retry { node: next_node, is_asking: must_ask } => {
                     (node, is_asking) = (next_node, must_ask);
                 }

@@ -1,11 +1,11 @@
-//! Checks the servers' settings for hazards. Reads the clock, the `run_id` and the stored process
-//! age of quorum masters.
+//! Checks the servers' settings for hazards. Reads the clock and the `run_id` of quorum masters.
+//! Loads and stores their process ages.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
-use registry_core::{BackendError, Finding};
+use registry_core::{BackendError, BackendErrorKind, Finding};
 
 use crate::connections::RedisNode;
 use crate::store::{RedisStore, ceil_millis, parse_response, unexpected_response};
@@ -36,7 +36,11 @@ impl RedisStore {
         if let Some(version) = value("redis_version") {
             findings.push(Finding::note(format!(
                 "{} {version}, {}",
-                if value("valkey_version").is_some() { "Valkey as Redis" } else { "Redis" },
+                if value("valkey_version").is_some() {
+                    "Valkey, compatible with Redis"
+                } else {
+                    "Redis"
+                },
                 value("role").unwrap_or("role unknown"),
             )));
             let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
@@ -81,12 +85,13 @@ impl RedisStore {
                  set min-replicas-to-write 1",
             ));
         }
-        let publish = redis::cmd("PUBLISH").arg(self.names.probe_channel()).arg("0").to_owned();
+        let publish =
+            redis::cmd(self.publish_command).arg(self.names.probe_channel()).arg("0").to_owned();
         let published = self.connections.send_command(node, &publish).await;
-        if published.is_err() {
+        if published.is_err_and(|error| error.kind() == BackendErrorKind::Denied) {
             findings.push(Finding::warning(
-                "this user may not use the channels of the locks: releases wake no waiter, and waiters poll; grant the \
-                 channels with &NAMESPACE:*",
+                "this user may not publish on the channels of the locks: releases wake no waiter, and waiters poll; grant the \
+                 channels and commands that the book lists for this layout",
             ));
         }
         Ok(findings)
@@ -145,8 +150,8 @@ impl RedisStore {
         id.map(|id| id.trim().to_owned()).ok_or_else(unexpected_response)
     }
 
-    /// Loads the time for which some client has observed the process `run_id` of a single server.
-    /// Zero if no client has stored a time.
+    /// Loads the time for which a client has observed the process `run_id` of a single server.
+    /// Returns zero if no client has stored a time for this `run_id`.
     pub(crate) async fn load_process_age(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(Duration::ZERO) };
         let command = redis::cmd("GETEX").arg(self.names.process_age_key()).to_owned();

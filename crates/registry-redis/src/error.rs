@@ -88,9 +88,10 @@ fn classify(error: &RedisError) -> RedisErrorClass {
             Protocol,
             "the response is not valid Redis protocol; check for a proxy between client and server",
         ),
-        ErrorKind::RESP3NotSupported => {
-            refused(Misconfigured, "the server is older than version 6; update it")
-        }
+        ErrorKind::RESP3NotSupported => refused(
+            Misconfigured,
+            "the server does not support RESP3; update it to Redis 6.2 or later",
+        ),
         // A later version of the client library may add kinds. The outcome is then unknown, and a
         // retry may not help.
         _ => unknown_outcome(
@@ -127,7 +128,7 @@ fn classify_tls_error(error: &RedisError) -> Option<RedisErrorClass> {
 fn classify_server_error(kind: ServerErrorKind, code: Option<&str>) -> RedisErrorClass {
     match kind {
         ServerErrorKind::NoPerm => {
-            refused(Denied, "this user may not do that; see the book for the required rights")
+            refused(Denied, "this user lacks a required right; the book lists the rights")
         }
         ServerErrorKind::BusyLoading => {
             refused(Transient, "the server is loading its data; wait until it has started")
@@ -164,7 +165,7 @@ fn classify_code(code: Option<&str>) -> RedisErrorClass {
             refused(Denied, "the server rejected this user or password; check both")
         }
         Some("WRONGTYPE") => {
-            refused(Protocol, "the lock's key holds a value of another type; use another namespace")
+            refused(Protocol, "the key holds a value of another type; use another key or namespace")
         }
         Some("OOM") => refused(
             Transient,

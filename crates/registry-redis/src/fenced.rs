@@ -75,10 +75,10 @@ pub enum ScriptReply {
 
 /// A Lua script that runs only if no larger token has written to the resource.
 ///
-/// The body receives its own `KEYS` and `ARGV`, and may return any value. You can also run the
-/// script with another Redis client. Send [`source`](Self::source) with the token key before the
-/// body's keys, and the token before the body's arguments. The script returns `{1, reply}` or `{0,
-/// newest token}`.
+/// The body receives its own `KEYS` and `ARGV`, and may return any value that [`ScriptReply`] can
+/// represent. You can also run the script with another Redis client. Send [`source`](Self::source)
+/// with the token key before the body's keys, and the token before the body's arguments. The script
+/// returns `{1, reply}` or `{0, newest token}`.
 #[derive(Clone)]
 pub struct FencedScript(std::sync::Arc<Script>);
 

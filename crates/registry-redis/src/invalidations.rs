@@ -1,5 +1,5 @@
 //! Forwards the servers' invalidation messages (`CLIENT TRACKING`) to the subscribed registries.
-//! `RedisNode` passes on the messages. The engine then verifies the claims.
+//! `RedisNode` receives the messages. The engine verifies the claims of the reported keys.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -18,15 +18,15 @@ pub(crate) struct InvalidationForwarder(Arc<ForwarderState>);
 
 struct ForwarderState {
     names: RedisKeyNames,
-    /// The server that last responded to a request for client tracking refused it.
+    /// Set when a server refuses client tracking. Cleared when a server enables client tracking.
     is_tracking_refused: AtomicBool,
     subscribers: InvalidationSet,
     /// Keys of migrating slots, for which no server sends invalidations.
     untracked_keys: Mutex<BTreeSet<Key>>,
 }
 
-/// The delay before the engine verifies a key for which the server could not enable tracking.
-const UNTRACKED_KEY_DELAY: Duration = Duration::from_millis(250);
+/// The maximum delay before the engine verifies an untracked key.
+const UNTRACKED_KEY_DELAY_MAX: Duration = Duration::from_millis(250);
 
 impl InvalidationForwarder {
     pub(crate) fn new(names: RedisKeyNames) -> Self {
@@ -68,8 +68,8 @@ impl InvalidationForwarder {
         }
     }
 
-    /// Invalidates the keys after [`UNTRACKED_KEY_DELAY`], because the server sends no
-    /// invalidations for untracked keys.
+    /// Notifies the subscribed registries of these keys within [`UNTRACKED_KEY_DELAY_MAX`], because
+    /// the server sends no invalidations for untracked keys.
     pub(crate) fn notify_after_delay<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
         let mut keys = self.0.untracked_keys.lock().unwrap_or_else(PoisonError::into_inner);
         let was_empty = keys.is_empty();
@@ -77,7 +77,7 @@ impl InvalidationForwarder {
         if was_empty && !keys.is_empty() {
             let invalidations = self.clone();
             tokio::spawn(async move {
-                tokio::time::sleep(UNTRACKED_KEY_DELAY).await;
+                tokio::time::sleep(UNTRACKED_KEY_DELAY_MAX).await;
                 let untracked_keys = &invalidations.0.untracked_keys;
                 let keys = std::mem::take(
                     &mut *untracked_keys.lock().unwrap_or_else(PoisonError::into_inner),
@@ -94,8 +94,6 @@ impl InvalidationForwarder {
     }
 }
 
-// The manual implementation prints whether tracking is enabled. The derived form would print only
-// names.
 impl fmt::Debug for InvalidationForwarder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InvalidationForwarder")

@@ -54,8 +54,7 @@ struct ChannelTable {
 /// One channel.
 #[derive(Default)]
 struct ReleaseChannel {
-    /// The sequence number of the last event on this channel. Zero until the server confirms the
-    /// subscription.
+    /// The sequence number of the last event on this channel. Zero before the first event.
     last_event: u64,
     /// The server has confirmed the subscription on the current connection.
     is_subscribed: bool,
@@ -186,8 +185,8 @@ impl ChannelTable {
         self.channels().values_mut().for_each(|channel| channel.is_subscribed = false);
     }
 
-    /// Removes and returns the channels that have no waiter, if no wait has begun since the last
-    /// call.
+    /// Removes and returns the channels that have no waiter and on which no wait has begun since
+    /// the last call.
     fn remove_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = channels.extract_if(|name, channel| {
@@ -209,7 +208,7 @@ async fn run(
 ) {
     let mut pause = RETRY_PAUSE_MIN;
     loop {
-        // The first waiter triggers the first connection.
+        // Without an awaited channel, no connection is needed.
         if table.names().is_empty() && subscribe_requests.recv().await.is_none() {
             return;
         }

@@ -1,10 +1,10 @@
-//! Attempts on keys that several claims can hold: shared claims, permits, and claims that wait in
-//! the store.
+//! Attempts that a record of several claims decides: shared and upgradable claims, permits,
+//! conversions, and claims that wait in the store.
 //!
 //! [`LockRecord`] decides whether a claim is granted. The value of the lock's key is `+;`, followed
 //! by the text of the record. An attempt reads the value, decides, and writes the new value if the
-//! old one has not changed meanwhile. The first attempt on a key that is probably free skips the
-//! read.
+//! old one has not changed meanwhile. Unless the claim is exclusive or a conversion, the first
+//! request of an attempt assumes that the key is free and skips the read.
 
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimMode, FencingToken, Grant,
@@ -65,7 +65,8 @@ impl StoredValue {
     }
 
     /// Returns the end of an exclusive grant plus [`EXPIRY_MARGIN`], or `None` if the key has no
-    /// expiry. The script that replaces the value does not detect a renewal within this margin.
+    /// expiry. The script that replaces the value treats a renewal that moves the end by at most
+    /// this margin as no change.
     fn exclusive_end(&self) -> Option<u64> {
         parse_pttl(self.remaining_ms).map(|left| self.after(left + EXPIRY_MARGIN))
     }
@@ -138,21 +139,21 @@ impl RedisStore {
                 ExclusiveAttempt::Decided(result) => return Ok(AttemptResult::Exclusive(result)),
             }
         }
-        let is_probably_free = !is_plain_exclusive && !claim.is_conversion();
+        let assumes_free = !is_plain_exclusive && !claim.is_conversion();
         // The box keeps this large future out of exclusive attempts, which are most attempts.
-        Box::pin(self.try_acquire_entry(claim, stored, is_probably_free)).await
+        Box::pin(self.try_acquire_entry(claim, stored, assumes_free)).await
     }
 
-    /// Attempts to grant `claim` in the record of several claims. If `is_probably_free`, the first
+    /// Attempts to grant `claim` in the record of several claims. If `assumes_free`, the first
     /// request assumes that the key is free.
     async fn try_acquire_entry(
         &self,
         claim: &Claim,
         mut stored: Option<StoredValue>,
-        is_probably_free: bool,
+        assumes_free: bool,
     ) -> Result<AttemptResult, BackendError> {
         let lock = self.names.lock_name(claim.key());
-        if stored.is_none() && is_probably_free {
+        if stored.is_none() && assumes_free {
             stored = Some(StoredValue::guess(last_event_seq()));
         }
         for _ in 0..WRITE_ATTEMPTS_MAX {

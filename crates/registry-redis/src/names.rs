@@ -10,9 +10,9 @@
 //! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
 //! | Redisson | `KEY`, or `NS:KEY` with a namespace | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` adds braces, unless `LOCK`
-//! already contains a hash tag. In a channel of Redisson, it adds braces unless `LOCK` contains an
-//! opening brace, as in Redisson itself.
+//! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` is `LOCK` in braces, or
+//! `LOCK` itself if it already contains a hash tag. In the channels of Redisson, `{LOCK}` is `LOCK`
+//! itself if it contains an opening brace, as in Redisson.
 
 use std::borrow::Cow;
 
@@ -199,7 +199,8 @@ impl RedisKeyNames {
         pattern + if self.layout == Layout::Native { "*}" } else { "*" }
     }
 
-    /// As [`scan_pattern`](Self::scan_pattern), for the keys that store waiting claims.
+    /// Returns a SCAN pattern that matches all keys that store waiting claims of this namespace,
+    /// and possibly other keys.
     pub(crate) fn waiters_scan_pattern(&self) -> String {
         self.scan_pattern() + WAITERS_SUFFIX
     }

@@ -3,11 +3,11 @@
 //!
 //! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
 //! the engine counts the lease from before the first request, on a monotonic clock. Second, a grant
-//! has a fencing token: the one on which a majority agrees already, or else the largest token that
-//! the granting majority returned. The quorum writes this token to a majority that still has the
-//! claim, and only then reports the grant. Any later grant shares a master with that majority, so
-//! its token is larger. The exception is a shared master that lost its data and whose clock is
-//! behind.
+//! has a fencing token. If a majority already reports the same token from an earlier round, the
+//! quorum chooses this token. Otherwise it chooses the largest token that the granting masters
+//! returned. The quorum writes the chosen token to a majority that still has the claim, and only
+//! then reports the grant. Any later grant shares a master with that majority, so its token is
+//! larger. The exception is a shared master that lost its data and whose clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, the quorum awaits them for a grace period, which the
@@ -307,9 +307,9 @@ impl Quorum {
         self.await_release(requests).await
     }
 
-    /// Returns `Freed` if a majority of the masters had the lock, or if a minority had it and other
-    /// masters are unresponsive. If all masters respond, at most one of several concurrent releases
-    /// of one lock returns `Freed`.
+    /// Returns `Freed` if a majority of the masters had the lock. Also returns `Freed` if at least
+    /// one master had the lock and, with the unresponsive masters, a majority may have had it. If
+    /// all masters respond, at most one of several concurrent releases of one lock returns `Freed`.
     async fn await_release(
         &self,
         mut requests: PendingResponses<Release>,
@@ -359,9 +359,9 @@ impl Quorum {
         }
     }
 
-    /// Returns whether the client is subscribed to the key's release messages on all masters. A
-    /// majority is not sufficient: a wait needs reports from a majority, and a release may not
-    /// reach every master that is subscribed.
+    /// Returns whether the client is subscribed to the key's release messages on all masters.
+    /// Subscriptions on a majority are not sufficient: a wait needs reports from a majority, and a
+    /// release may reach only some of the subscribed masters.
     pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
         self.masters.iter().all(|master| master.store.is_subscribed(key))
     }
@@ -683,8 +683,8 @@ struct RoundState {
     round_id: String,
     /// The result of each master: `RESULT_UNKNOWN`, `RESULT_NOT_GRANTED` or `RESULT_GRANTED`.
     results: Box<[AtomicU8]>,
-    /// The round has failed or its claim was released. Masters must not receive further requests of
-    /// this round.
+    /// The round has failed or its claim was released. The client then sends no further acquisition
+    /// of this round.
     is_cancelled: AtomicBool,
     pending_rounds: PendingRounds,
 }
@@ -759,7 +759,7 @@ impl<'a> QuorumRound<'a> {
                 if is_disputed(&votes.granted, quorum.majority()) {
                     requests.set_grace_period(RESPONSE_GRACE_PERIOD_MAX);
                 } else {
-                    requests.shorten_grace_period();
+                    requests.restart_grace_period();
                 }
             }
         }
@@ -788,11 +788,11 @@ impl<'a> QuorumRound<'a> {
     }
 
     /// Writes the token to a majority that has this round's grant. Returns false if too few masters
-    /// have this grant.
+    /// have this grant or confirm the write in time.
     async fn write_token(&self, token: FencingToken) -> Result<bool, BackendError> {
         let quorum = self.quorum;
-        // This request also goes to masters that have not responded yet. The acquisition precedes
-        // it on the same connection.
+        // This request also goes to masters that have not responded yet. If the acquisition was
+        // already sent, it precedes this request on the same connection.
         let mut requests = quorum.send_to_all(|_, master| {
             let (claim, round_state) = (self.claim.clone(), Arc::clone(&self.round_state));
             async move { master.store.store_token(&claim, &round_state.round_id, token).await }
@@ -815,7 +815,7 @@ impl<'a> QuorumRound<'a> {
             }
             if !is_grace_period_shortened && stored + not_held >= quorum.majority() {
                 is_grace_period_shortened = true;
-                requests.shorten_grace_period();
+                requests.restart_grace_period();
             }
             if !requests.is_in_grace_period && stored + not_held >= quorum.majority() {
                 break;
@@ -852,7 +852,8 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// No attempt has a majority. The contained result applies if no later round succeeds.
+    /// No claim has a majority, or too few masters confirmed the token. The attempt returns the
+    /// contained result if all further rounds also end this way.
     Split(Option<AcquireResult>),
 }
 
@@ -922,8 +923,8 @@ impl RenewalVotes {
 
 /// Returns the outcome of a round in which other claims hold the lock on too many masters.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundOutcome {
-    // Two masters return the same token only if a round that a majority granted has written it. If
-    // no two tokens are the same, several attempts may have blocked each other. They retry after a
+    // Only a token that the quorum has written is the same on two masters. If no two tokens are the
+    // same, several attempts may have blocked each other. They retry after a
     // random pause. A release message would wake them at the same time, and they would block each
     // other again.
     let agreed_index = busy.iter().position(|(_, holder)| {
@@ -990,7 +991,8 @@ impl Votes {
         {
             return true;
         }
-        // The masters that might still grant the claim are slow or may never respond.
+        // After the grace period, a majority of responses is sufficient: the remaining masters may
+        // never respond.
         !lacks_majority_of_votes && !is_in_grace_period
     }
 }
@@ -998,19 +1000,20 @@ impl Votes {
 /// One master's grant.
 struct MasterGrant {
     token: FencingToken,
-    /// A majority of the masters has stored the token.
+    /// The token is not provisional: an earlier round has written it to this master.
     is_token_agreed: bool,
     lease: Duration,
 }
 
-/// Returns whether a master reports an agreed token, but no majority reports the same token.
-/// Further responses may complete a majority.
+/// Returns whether a master reports the token of an earlier round, but no majority reports the same
+/// token. Further responses may complete a majority.
 fn is_disputed(granted: &[MasterGrant], majority: usize) -> bool {
     granted.iter().any(|grant| grant.is_token_agreed) && agreed_token(granted, majority).is_none()
 }
 
-/// Returns the agreed token that a majority reports. A token that only a minority reports may come
-/// from an unfinished round. Other claims may have received larger tokens after that round.
+/// Returns the token of an earlier round if a majority reports the same token. A token that only a
+/// minority reports may come from an unfinished round. Other claims may have received larger tokens
+/// after that round.
 fn agreed_token(granted: &[MasterGrant], majority: usize) -> Option<FencingToken> {
     let tokens = granted.iter().filter(|grant| grant.is_token_agreed).map(|grant| grant.token);
     let votes = |token: &FencingToken| tokens.clone().filter(|other| other == token).count();
@@ -1051,9 +1054,10 @@ enum ResponseEvent<T> {
 }
 
 impl<T> PendingResponses<T> {
-    /// Limits the grace period to twice the time that the majority took. Callers invoke this once a
-    /// majority has responded.
-    fn shorten_grace_period(&mut self) {
+    /// Starts a new grace period of twice the time that the majority took, but at least
+    /// [`RESPONSE_GRACE_PERIOD_MIN`] and at most [`RESPONSE_GRACE_PERIOD_MAX`]. Callers invoke this
+    /// once a majority has responded.
+    fn restart_grace_period(&mut self) {
         self.set_grace_period(
             (self.started_at.elapsed() * 2)
                 .clamp(RESPONSE_GRACE_PERIOD_MIN, RESPONSE_GRACE_PERIOD_MAX),

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use registry_core::{ClaimId, FencingToken, Holder, Key};
 
-/// The record of a lock. A field is `None` if another program wrote the value without this field.
+/// The record of a lock. A field is `None` if it is unknown, for example because another program
+/// wrote the value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ExclusiveRecord {
     pub(crate) token: Option<FencingToken>,

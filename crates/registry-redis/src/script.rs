@@ -23,7 +23,7 @@ pub(crate) struct Scripts {
     pub(crate) replace_record: Script,
     /// Extends leases. Never shortens a lease and never recreates a lock.
     pub(crate) renew: Script,
-    /// Releases the lock if the claim holds it, and publishes the release.
+    /// Ends the claim's grant or removes the claim from the queue, and publishes the release.
     pub(crate) release: Script,
     /// Releases several locks.
     pub(crate) release_all: Script,
@@ -41,7 +41,7 @@ pub(crate) struct Scripts {
     pub(crate) unregister_waiter: Script,
     /// Returns the registered claims of a lock.
     pub(crate) waiters: Script,
-    /// Stores the token that a majority has agreed on.
+    /// Stores the token that the quorum has chosen.
     pub(crate) store_token: Script,
     /// Releases a claim's grant if the given quorum round wrote it, and publishes the release.
     pub(crate) withdraw: Script,
@@ -78,14 +78,14 @@ impl Scripts {
             include_str!("script/entries.lua")
         );
         let script = |body: &str| Script::new(format!("{prelude}\n{body}"));
-        let with_failure =
+        let with_error_helpers =
             |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
-            acquire_all: with_failure(include_str!("script/acquire_all.lua")),
+            acquire_all: with_error_helpers(include_str!("script/acquire_all.lua")),
             acquire_entry: script(include_str!("script/acquire_entry.lua")),
             replace_record: script(include_str!("script/replace_record.lua")),
-            renew: with_failure(&renew_script(include_str!("script/renew.lua"))),
+            renew: with_error_helpers(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
             release_all: script(&format!(
                 "local function release(KEYS, ARGV)\n{}\nend\n{}",
@@ -93,7 +93,7 @@ impl Scripts {
                 include_str!("script/release_all.lua")
             )),
             force_release: script(include_str!("script/force_release.lua")),
-            inspect: with_failure(include_str!("script/inspect.lua")),
+            inspect: with_error_helpers(include_str!("script/inspect.lua")),
             value: Script::new(include_str!("script/value.lua").to_owned()),
             set_value: script(include_str!("script/set_value.lua")),
             register_waiter: script(include_str!("script/register_waiter.lua")),
@@ -152,7 +152,7 @@ impl ScriptCall<'_> {
         self
     }
 
-    /// Makes the server send invalidations of the keys that the script reads.
+    /// Makes the server send invalidations for the keys that the script reads.
     pub(crate) fn with_tracking(self) -> Self {
         Self { is_tracked: true, ..self }
     }

@@ -30,7 +30,8 @@ pub(crate) enum AcquireResult {
     Granted {
         token: FencingToken,
         lease: Duration,
-        /// In a quorum, false until a majority of the masters has stored the token. Otherwise true.
+        /// In a quorum, false until the quorum has written its chosen token to this master.
+        /// Otherwise true.
         is_token_agreed: bool,
     },
     Busy {
@@ -125,8 +126,8 @@ impl RedisStore {
         self.is_single
     }
 
-    /// Returns a number that identifies the server of `key`. Keys with the same number fail
-    /// together.
+    /// Returns a number that identifies the server of `key`, so that keys of one server have the
+    /// same number. Returns 0 outside a cluster, and for an unknown server.
     pub(crate) fn shard(&self, key: &Key) -> u32 {
         if !self.is_cluster {
             return 0;
@@ -437,8 +438,8 @@ impl RedisStore {
         }
     }
 
-    /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
-    /// round `round_id`.
+    /// Stores the token that the quorum has chosen. Returns false if this server has no grant of
+    /// the round `round_id`.
     pub(crate) async fn store_token(
         &self,
         claim: &Claim,
@@ -587,8 +588,8 @@ impl RedisStore {
             if cursor == 0 {
                 return Ok(found);
             }
-            // A proxy may never return cursor 0. The engine's default time-out is over at this
-            // point.
+            // A proxy may never return cursor 0, so the scan has a limit. The limit is far longer
+            // than the engine's default time-out.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
                     "redis: listing took longer than {LIST_TIMEOUT:?}; move the locks to a database with fewer keys"

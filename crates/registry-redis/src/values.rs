@@ -1,5 +1,5 @@
-//! Value blocks: the value of `KEY` is the string `NS:{KEY}:value`, without an expiry. It contains
-//! [`LockValue::encode`] of the bytes and the writer's fencing token.
+//! Reads and writes value blocks. The value block of `KEY` is stored under `NS:{KEY}:value` without
+//! an expiry, in the format of [`LockValue::encode`].
 
 use std::time::{Duration, SystemTime};
 

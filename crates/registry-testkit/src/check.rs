@@ -1,10 +1,10 @@
 //! Verifies that the locks in a recorded history kept their promises. Each promise has its own
 //! check; [`check`] runs them.
 //!
-//! The checks are exact for all recorded facts, and fast enough to run over a complete history. An
+//! The checks report no false violation, and are fast enough to run over a complete history. An
 //! operation with an unknown outcome may have taken effect at any later time, or never; the checks
-//! accept both. With the feature `search`, the function `search` verifies the most
-//! important check, `token_order`, by a slow, independent method.
+//! accept both. With the feature `search`, the function `search` verifies the most important check,
+//! `token_order`, by a slow, independent method.
 
 // The promises.
 mod order;
@@ -44,7 +44,8 @@ pub struct CheckCounts {
     pub busy: usize,
     /// Fenced writes that were accepted.
     pub writes: usize,
-    /// Operations with an unknown outcome: acquisitions, releases and writes.
+    /// Operations with an unknown outcome: acquisitions, releases and writes. A grant that was
+    /// never released counts as well.
     pub unknown: usize,
 }
 

@@ -12,7 +12,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
 /// The result of a condition of [`eventually`]: `bool`, `Option` or `Result`.
-pub trait PollResult {
+pub trait ConditionResult {
     /// The value that is returned once the condition holds.
     type Value;
 
@@ -23,7 +23,7 @@ pub trait PollResult {
     fn into_result(self) -> Result<Self::Value, String>;
 }
 
-impl PollResult for bool {
+impl ConditionResult for bool {
     type Value = ();
 
     fn into_result(self) -> Result<(), String> {
@@ -31,7 +31,7 @@ impl PollResult for bool {
     }
 }
 
-impl<T> PollResult for Option<T> {
+impl<T> ConditionResult for Option<T> {
     type Value = T;
 
     fn into_result(self) -> Result<T, String> {
@@ -39,7 +39,7 @@ impl<T> PollResult for Option<T> {
     }
 }
 
-impl<T, E: fmt::Display> PollResult for Result<T, E> {
+impl<T, E: fmt::Display> ConditionResult for Result<T, E> {
     type Value = T;
 
     fn into_result(self) -> Result<T, String> {
@@ -57,7 +57,7 @@ impl<T, E: fmt::Display> PollResult for Result<T, E> {
 /// Panics if `limit` expires, with the caller's line and the last result. The condition is checked
 /// once more after the limit, so that a test that was not scheduled in time does not fail.
 #[track_caller]
-pub fn eventually<S: PollResult>(
+pub fn eventually<S: ConditionResult>(
     limit: Duration,
     mut condition: impl AsyncFnMut() -> S,
 ) -> impl Future<Output = S::Value> {

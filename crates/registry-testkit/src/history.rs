@@ -20,14 +20,15 @@ pub use record::{
     RecordedGrant, RecordedRelease, RecordedWrite, ReleaseResult, Window, WriteResult,
 };
 
-/// Returns a clock with the nanoseconds of tokio time since this call, paused or not.
+/// Returns a clock that counts the nanoseconds of tokio time since this call. Tokio time may be
+/// paused.
 pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     let start = tokio::time::Instant::now();
     move || nanos(start.elapsed())
 }
 
-/// Returns a clock with the nanoseconds since the host started, on Linux including suspended time.
-/// It is the same clock in all processes of a host, so that their events can be merged.
+/// Returns a clock that counts the nanoseconds since the host started. On Linux, the clock includes
+/// suspended time. All processes of a host have the same clock, so that their events can be merged.
 ///
 /// # Panics
 /// Panics if the operating system has no monotonic clock.
@@ -253,7 +254,7 @@ pub struct HoldRecord(RecordedOperation);
 
 impl HoldRecord {
     /// Records that the guard is held and valid for this long, for example after a renewal. Zero is
-    /// not recorded, because a guard that is no longer held also returns it.
+    /// not recorded, because a guard that is no longer held also returns zero.
     pub fn valid_for(&self, valid_for: impl FnOnce() -> Duration) {
         let mut is_valid = false;
         let until = self.0.recorder.expiry_of(|| {

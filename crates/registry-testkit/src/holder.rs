@@ -324,7 +324,7 @@ impl LockHolder {
     /// Waits until a lock that was requested earlier is held.
     ///
     /// # Errors
-    /// As [`reply`](Self::reply). Returns `Other` if the wait has expired.
+    /// As [`reply`](Self::reply). Returns `Other` if the lock was busy until the end of the wait.
     ///
     /// # Cancel safety
     /// Dropping the future loses no reply.

@@ -79,7 +79,7 @@ mod retry;
 mod error_text;
 
 pub use error_text::{assert_acquire_error, error_text};
-pub use eventually::{PollResult, TimeoutError, eventually, within};
+pub use eventually::{ConditionResult, TimeoutError, eventually, within};
 #[cfg(unix)]
 pub use managed_server::{ManagedServer, ServerDescription, ServerProgram};
 #[cfg(unix)]

@@ -59,8 +59,8 @@ pub struct ServerProgram {
     pub(crate) account: Option<&'static str>,
     /// Shuts the server down and leaves consistent data.
     pub(crate) stop: Signal,
-    /// Makes the server wait only for its children, if it has any. See
-    /// [`ManagedProcess::kill_and_reap`].
+    /// Makes the server shut down once its children have ended. `None` for a server without
+    /// permanent child processes. See [`ManagedProcess::kill_and_reap`].
     pub(crate) reap: Option<Signal>,
 }
 
@@ -144,7 +144,7 @@ impl<S: ServerDescription> ManagedServer<S> {
     }
 
     /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
-    /// until it serves. A member of several servers may serve only while there is a majority.
+    /// until it serves. A member of a cluster may serve only while there is a majority.
     pub async fn restart(&mut self) -> io::Result<()> {
         self.launch()?;
         self.wait_until_serving().await

@@ -11,8 +11,8 @@ use tokio::net::{TcpListener, TcpSocket};
 ///
 /// Binding port 0, reading the number and closing the socket leaves a gap in which another test may
 /// get the same number. Here a socket stays bound and never listens. Until a server listens, the
-/// port refuses connections. Any program that sets `SO_REUSEADDR` before it binds can use the port,
-/// as servers do in order to restart. The same server can be stopped and started on it repeatedly.
+/// port refuses connections. A program can bind the port if it sets `SO_REUSEADDR` first, as most
+/// servers do. Such a server can be stopped and started on the port repeatedly.
 #[derive(Debug)]
 pub struct Port {
     reserved: TcpSocket,

@@ -10,8 +10,9 @@ const POSTGRES: &str = "/usr/lib/postgresql";
 /// The folder that is searched after `PATH`. The `PATH` of a normal user often lacks this folder.
 const SBIN: &str = "/usr/sbin";
 
-/// Returns the program that `variable` names, or else the installed program `name`. If neither
-/// exists, returns `name`, so that the error of starting it names the missing program.
+/// Returns the program that `variable` names, or else the installed program `name`. If `variable`
+/// is not set and the program is not installed, returns `name`. The error of starting it then names
+/// the missing program.
 pub(crate) fn find(variable: &str, name: &str) -> PathBuf {
     env::var_os(variable)
         .map(PathBuf::from)

@@ -73,7 +73,7 @@ pub struct Counts {
     /// Open connections.
     pub live: u64,
     /// Connections that the proxy ended with a reset: because of its mode, [`FaultProxy::cut_all`]
-    /// or a withheld request, or after an error of the client's or the server's connection.
+    /// or a withheld request, or after any connection error except a failed write to the client.
     pub reset: u64,
     /// Requests passed to the server, counted as runs of client bytes without a server byte between
     /// them. Exact for a client that waits for each reply, too low for a client that pipelines.
@@ -89,7 +89,7 @@ pub struct Counts {
 
 /// A TCP proxy in front of one server. Dropping this handle ends the proxy and all its connections.
 ///
-/// A mode that is set before a client sends applies to those bytes without a race.
+/// A mode that is set before a client sends bytes applies to these bytes without a race.
 #[derive(Debug)]
 pub struct FaultProxy {
     port: Arc<Port>,
@@ -206,8 +206,8 @@ impl FaultProxy {
         self.shared.silenced.send_replace(());
     }
 
-    /// Withholds the next request of any connection and resets its client. Later requests are
-    /// unaffected.
+    /// Withholds the next request of any connection and resets the connection of its client. Later
+    /// requests are unaffected.
     ///
     /// A request is the result of one read by the proxy, so the client must write it in one piece.
     pub fn withhold_next_request(&self) {

@@ -88,7 +88,7 @@ impl RecordingClient {
         let acquire_records: Vec<_> =
             lock.keys().map(|key| self.recorder.acquire(self.client, key)).collect();
         let guard = lock.lock().await?;
-        // Both are sorted by key.
+        // The records and the guards are both sorted by key.
         let hold_records =
             acquire_records.into_iter().zip(guard.guards()).map(|(record, guard)| {
                 record.granted(Some(guard.fencing_token()), || guard.valid_for())

@@ -1,5 +1,5 @@
-//! Polls servers until they reach a state. Unlike `eventually`, it returns an error at the limit,
-//! because the caller knows the context.
+//! Polls servers until they reach a state. Unlike `eventually`, `retry` returns an error at the
+//! limit instead of panicking.
 
 use std::io;
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(
         match check().await {
             Ok(value) => return Ok(value),
             Err(why) if Instant::now() >= deadline => {
-                let text = format!("{what} not within {LIMIT:?}: {why}");
+                let text = format!("not within {LIMIT:?}: {what}: {why}");
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
             Err(_) => sleep(PAUSE).await,
@@ -33,7 +33,7 @@ pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(
     }
 }
 
-/// Creates the reason why a poll did not find the expected state.
+/// Creates an error with the reason why a poll did not find the expected state.
 pub(crate) fn not_yet(why: impl Into<String>) -> io::Error {
     io::Error::other(why.into())
 }

@@ -37,8 +37,8 @@ impl Seed {
         self.stream(0)
     }
 
-    /// Returns one of many independent generators of this seed. A client added to a trial then
-    /// leaves the choices of the other clients unchanged.
+    /// Returns one of many independent generators of this seed. If each client has its own
+    /// stream, an additional client does not change the choices of the others.
     #[must_use]
     pub fn stream(self, stream: u64) -> fastrand::Rng {
         fastrand::Rng::with_seed(mix(mix(self.0).wrapping_add(stream)))
@@ -53,8 +53,8 @@ impl Seed {
     /// # Panics
     /// Panics inside a tokio runtime, or if the operating system has no resources for a runtime.
     pub fn simulate<T>(self, simulation: impl Future<Output = T>) -> T {
-        // The engine draws its jitter from this thread-local generator. It is restored afterwards,
-        // so that other tests on this thread stay random.
+        // The engine draws its jitter from this thread-local generator. It is restored after a
+        // simulation without a panic, so that other tests on this thread stay random.
         let before = fastrand::get_seed();
         fastrand::seed(self.stream(u64::MAX).u64(..));
         let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
@@ -183,7 +183,10 @@ fn parse_seed(text: &str) -> Option<u64> {
 /// Panics with the first difference if the two traces differ, because a failing seed could not be
 /// replayed.
 #[track_caller]
-pub fn replay<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> Vec<T>) -> Vec<T> {
+pub fn assert_repeatable<T: PartialEq + fmt::Debug>(
+    seed: Seed,
+    trial: impl Fn(Seed) -> Vec<T>,
+) -> Vec<T> {
     let (first, second) = (trial(seed), trial(seed));
     let steps = first.len().max(second.len());
     if let Some(step) = (0..steps).find(|step| first.get(*step) != second.get(*step)) {
@@ -255,6 +258,6 @@ mod tests {
     #[should_panic(expected = "step 1 is Some(0), then Some(1)")]
     fn a_trial_that_does_not_repeat_itself_is_found() {
         let calls = AtomicU64::new(0);
-        replay(Seed::new(3), |_| vec![0, calls.fetch_add(1, Ordering::Relaxed)]);
+        assert_repeatable(Seed::new(3), |_| vec![0, calls.fetch_add(1, Ordering::Relaxed)]);
     }
 }

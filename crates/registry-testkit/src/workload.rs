@@ -34,8 +34,8 @@ pub const LONG: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 /// The number of keys of each kind.
 const KEYS: usize = 3;
-/// The client numbers of a registry begin with a multiple of this number.
-const REGISTRY_CLIENTS: u32 = 100;
+/// The client numbers of registry N begin at N times this number.
+const CLIENT_NUMBERS_PER_REGISTRY: u32 = 100;
 
 /// A lock that was lost while it was held.
 #[derive(Debug, Clone)]
@@ -53,7 +53,7 @@ pub struct RecordedLoss {
 #[derive(Debug, Clone)]
 pub struct WorkloadOptions {
     contested: Vec<String>,
-    steady: Vec<String>,
+    long_held: Vec<String>,
     is_queued: bool,
     hand_overs: u32,
 }
@@ -61,8 +61,8 @@ pub struct WorkloadOptions {
 impl Default for WorkloadOptions {
     fn default() -> Self {
         let keys = |kind: &str| (0..KEYS).map(|number| format!("{kind}/{number}")).collect();
-        let (contested, steady) = (keys("contested"), keys("steady"));
-        Self { contested, steady, is_queued: false, hand_overs: 0 }
+        let (contested, long_held) = (keys("contested"), keys("steady"));
+        Self { contested, long_held, is_queued: false, hand_overs: 0 }
     }
 }
 
@@ -75,8 +75,8 @@ impl WorkloadOptions {
 
     /// Sets the keys that clients of all registries contend for, and those with permanent holders.
     #[must_use]
-    pub fn keys(mut self, contested: Vec<String>, steady: Vec<String>) -> Self {
-        (self.contested, self.steady) = (contested, steady);
+    pub fn keys(mut self, contested: Vec<String>, long_held: Vec<String>) -> Self {
+        (self.contested, self.long_held) = (contested, long_held);
         self
     }
 
@@ -89,9 +89,9 @@ impl WorkloadOptions {
         self
     }
 
-    /// States how many times in a row the registries hand a grant over between their callers. A
-    /// registry that has not detected its loss may then hand over a lost grant, within the windows
-    /// of [`WorkloadOutcome::assert_guarantees_except_in`].
+    /// Sets the maximum number of consecutive hand-overs of a grant.
+    /// [`WorkloadOutcome::assert_guarantees_except_in`] then tolerates hand-overs of lost grants in
+    /// its windows.
     #[must_use]
     pub fn hand_overs(mut self, times: u32) -> Self {
         self.hand_overs = times;
@@ -121,8 +121,8 @@ impl FencedResource {
 }
 
 /// A workload of clients, distributed over the registries. Two clients of each registry contend for
-/// each contested key and hold it briefly. Each steady key has one permanent holder, and one client
-/// that waits for it.
+/// each contested key and hold it briefly. Each long-held key has one permanent holder, and one
+/// client that waits for it.
 #[derive(Debug)]
 #[must_use = "a workload must be ended to be checked"]
 pub struct Workload {
@@ -172,17 +172,19 @@ impl Workload {
         let stop = watch::Sender::new(false);
         let client = |registry: usize, caller: usize, key: &str| WorkloadClient {
             state: Arc::clone(&state),
-            number: u32::try_from(registry % registries.len() * REGISTRY_CLIENTS as usize + caller)
-                .unwrap_or(u32::MAX),
+            number: u32::try_from(
+                registry % registries.len() * CLIENT_NUMBERS_PER_REGISTRY as usize + caller,
+            )
+            .unwrap_or(u32::MAX),
             lock: registries[registry % registries.len()].obtain(key),
             stop: stop.subscribe(),
         };
         // The waiters for the permanently held keys start only once each key has its holder.
-        for (index, key) in state.options.steady.iter().enumerate() {
+        for (index, key) in state.options.long_held.iter().enumerate() {
             workers.spawn(client(index, 50 + index, key).hold_repeatedly());
         }
-        state.wait_for_grants(&state.options.steady, 1).await;
-        for (index, key) in state.options.steady.iter().enumerate() {
+        state.wait_for_grants(&state.options.long_held, 1).await;
+        for (index, key) in state.options.long_held.iter().enumerate() {
             workers.spawn(
                 client(index + 1, 50 + index, key).contend_repeatedly(Duration::from_millis(100)),
             );
@@ -234,30 +236,30 @@ impl Workload {
     ///
     /// # Panics
     /// Panics if that does not happen in time.
-    pub async fn wait_until_steady_held(&self) {
+    pub async fn wait_until_long_held(&self) {
         let mut held = self.state.held.subscribe();
         let all =
-            held.wait_for(|held| self.state.options.steady.iter().all(|key| held.contains(key)));
+            held.wait_for(|held| self.state.options.long_held.iter().all(|key| held.contains(key)));
         drop(within(LONG, all).await);
     }
 
-    /// Waits until holders of the steady keys have lost at least `minimum` locks since the workload
-    /// started.
+    /// Waits until holders of the long-held keys have lost at least `minimum` locks since the
+    /// workload started.
     ///
     /// # Panics
     /// Panics if that does not happen in time.
-    pub async fn wait_for_steady_losses(&self, minimum: usize) {
+    pub async fn wait_for_long_held_losses(&self, minimum: usize) {
         let mut losses = self.state.losses.subscribe();
-        let steady = |loss: &&RecordedLoss| self.state.options.steady.contains(&loss.key);
-        let all = losses.wait_for(|losses| losses.iter().filter(steady).count() >= minimum);
+        let long_held = |loss: &&RecordedLoss| self.state.options.long_held.contains(&loss.key);
+        let all = losses.wait_for(|losses| losses.iter().filter(long_held).count() >= minimum);
         drop(within(LONG, all).await);
     }
 
-    /// Returns how many locks of the steady keys have been lost so far.
+    /// Returns how many locks of the long-held keys have been lost so far.
     #[must_use]
-    pub fn steady_losses(&self) -> usize {
-        let is_steady = |loss: &&RecordedLoss| self.state.options.steady.contains(&loss.key);
-        self.state.losses.borrow().iter().filter(is_steady).count()
+    pub fn long_held_losses(&self) -> usize {
+        let is_long_held = |loss: &&RecordedLoss| self.state.options.long_held.contains(&loss.key);
+        self.state.losses.borrow().iter().filter(is_long_held).count()
     }
 
     /// Returns the losses so far.
@@ -285,10 +287,9 @@ impl Workload {
         &self.state.recorder
     }
 
-    /// Ends the workload and verifies that nothing remains locked. The test must have repaired all
-    /// faults.
-    /// `verifier` must acquire every key within `limit`, and all registries must release all their
-    /// locks. `other_events` contains the events recorded by other processes.
+    /// Ends the workload and verifies that nothing remains locked: `verifier` must acquire every
+    /// key within `limit`, and all registries must release all their locks. The test must have
+    /// repaired all faults. `other_events` contains the events recorded by other processes.
     ///
     /// # Cancel safety
     /// Dropping the future stops the workload without a result.
@@ -310,7 +311,7 @@ impl Workload {
         within(LONG, ended).await;
         let workload_ended = Instant::now();
         let options = &self.state.options;
-        for key in options.contested.iter().chain(&options.steady) {
+        for key in options.contested.iter().chain(&options.long_held) {
             let recording_client = RecordingClient::new(&self.state.recorder, VERIFIER);
             let lock = verifier.obtain(key);
             let acquired = recording_client.lock_with(&lock, LockOptions::new());
@@ -337,8 +338,7 @@ impl Workload {
         let mut events = self.state.recorder.events();
         events.extend(other_events);
         let history = History::from_events(events);
-        let history =
-            history.unwrap_or_else(|broken| panic!("the record is inconsistent: {broken}"));
+        let history = history.unwrap_or_else(|broken| panic!("{broken}"));
         let errors = locked(&self.state.errors).clone();
         let losses = self.losses();
         let options = self.state.options.clone();

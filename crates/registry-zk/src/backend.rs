@@ -36,7 +36,8 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
 /// [`ZkConfig::with_sessions_max`]. At the limit of sessions, sessions contain more nodes than they
 /// can watch. A watch wakes a waiter when the predecessor's node is deleted. A watch also notifies
-/// a holder at once when another client deletes its node. The engine polls nodes without a watch.
+/// a holder at once when another client deletes its node. Without a watch, a waiter polls, and a
+/// holder detects the deletion at its next renewal.
 pub struct ZkBackend {
     /// The addresses of all configured servers. The client library does not report the connected
     /// server.

@@ -36,7 +36,8 @@ pub struct ZkConfig {
     pem_files: PemFiles,
     /// The engine's lease, if the option `lease` is set.
     pub(crate) lease_option: Option<Duration>,
-    /// The session time-out, if the option `session` is set. Takes precedence over `lease`.
+    /// The session time-out, if the option `session` or a method has set it. Takes precedence over
+    /// `lease`.
     session_option: Option<Duration>,
     /// The login of the option `auth`, in addition to the login of the URL.
     auth_option: Option<Auth>,
@@ -195,7 +196,7 @@ impl ZkConfig {
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
         if !matches!(&*url.scheme, "zk" | "zks") {
-            return Err(url.invalid("has no scheme of ZooKeeper; use `zk` or `zks`"));
+            return Err(url.invalid("has no ZooKeeper scheme; use `zk` or `zks`"));
         }
         let syntax = format!("write `{}://HOST:PORT,HOST:PORT/CHROOT`", url.scheme);
         let (login, hosts) = url.login_and_hosts(&syntax)?;
@@ -291,6 +292,7 @@ impl ZkConfig {
     #[must_use]
     pub fn with_session_timeout(mut self, timeout: Duration) -> Self {
         self.session_timeout = timeout;
+        self.session_option = Some(timeout);
         self
     }
 
@@ -874,6 +876,17 @@ mod tests {
         for url in ["zk://h", "zk://h/"] {
             assert!(parsed(url).chroot.is_none() && !parsed(url).has_login());
         }
+    }
+
+    #[test]
+    fn a_method_has_precedence_over_the_session_that_follows_from_the_option_lease() {
+        let seconds = Duration::from_secs;
+        let mut config = ZkConfig::from_url("zk://h").unwrap();
+        config.set("lease", "30s").unwrap();
+        assert_eq!(config.session_timeout, seconds(60));
+        let mut config = ZkConfig::from_url("zk://h").unwrap().with_session_timeout(seconds(90));
+        config.set("lease", "30s").unwrap();
+        assert_eq!(config.session_timeout, seconds(90));
     }
 
     #[test]

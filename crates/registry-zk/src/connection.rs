@@ -99,8 +99,8 @@ impl StoppableClient {
 
     /// Stops the client without ending the session. The session exists until its time-out.
     pub(crate) async fn stop(&self) {
-        // `is_stopped` is set first, which ends the waits for watches and responses. The library's
-        // own futures would panic or return an unexpected error.
+        // `is_stopped` is set first, which ends the waits for watches and responses. After the
+        // tasks are aborted, the library's futures would panic or return an unexpected error.
         self.is_stopped.send_replace(true);
         let tasks = std::mem::take(&mut *lock(&self.tasks.0));
         for task in tasks {

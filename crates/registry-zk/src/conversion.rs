@@ -168,8 +168,8 @@ async fn upgrade(
         _ => parse_queued_entry(name),
     });
     let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own_index) {
-        UpgradePosition::Free(blocking) => blocking,
-        UpgradePosition::NoRequest => return Ok(Upgrade::Retry),
+        UpgradePosition::Grantable(blocking) => blocking,
+        UpgradePosition::ReadersNotBlocked => return Ok(Upgrade::Retry),
         UpgradePosition::Behind(reader) => {
             let dir = &entry.dir;
             let blockers = vec![Blocker::unread(reader)];

@@ -30,9 +30,7 @@ impl ZkBackend {
             ));
         }
         if config.has_login() && !config.is_encrypted() {
-            findings.push(Finding::warning(
-                "the login is sent in the clear: connections are not encrypted",
-            ));
+            findings.push(Finding::warning("the login is sent unencrypted; use zks://"));
         }
         self.check_base(&session, &mut findings).await?;
         Ok(findings)
@@ -59,29 +57,26 @@ impl ZkBackend {
             ))),
             Err(error) => return Err(to_backend_error(&error)),
         }
-        if let Some(ensemble_members) = read_ensemble_members(session).await?
-            && ensemble_members.len() == 1
-        {
+        if count_servers(session).await? == Some(1) {
             findings.push(Finding::note(
-                "the ensemble has one server: no lock can be acquired while it is down",
+                "the ensemble has one server: no lock can be acquired while this server is down",
             ));
         }
         Ok(())
     }
 }
 
-/// Returns the servers of the ensemble, or `None` if this client cannot read the configuration.
-async fn read_ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, BackendError> {
+/// Returns the number of servers. Returns `None` if this client cannot read the configuration.
+async fn count_servers(session: &ZkSession) -> Result<Option<usize>, BackendError> {
     // Older servers do not have the configuration node. This login may also lack the right to read
     // the node.
     let Ok((config, _)) = session.with_request_timeout(session.client().get_config()).await? else {
         return Ok(None);
     };
-    let text = String::from_utf8_lossy(&config).into_owned();
-    let ensemble_members: Vec<String> =
-        text.lines().filter(|line| line.starts_with("server.")).map(str::to_owned).collect();
-    // A standalone server lists no servers.
-    Ok(Some(ensemble_members).filter(|ensemble_members| !ensemble_members.is_empty()))
+    let text = String::from_utf8_lossy(&config);
+    let listed = text.lines().filter(|line| line.starts_with("server.")).count();
+    // The configuration of a standalone server lists no server.
+    Ok(Some(listed.max(1)))
 }
 
 /// The session time-out above which `doctor` reports a finding. A dead process keeps its locks for

@@ -77,7 +77,7 @@ const fn classify(error: &Error) -> ErrorClass {
         ),
         Error::Throttled => refused(Transient, "the server is overloaded; reduce its load"),
         Error::NoAuth => {
-            refused(Denied, "this login may not do that; the book lists the required rights")
+            refused(Denied, "this login lacks a required right; the book lists the rights")
         }
         Error::AuthFailed => {
             refused(Denied, "the servers rejected the login; check its scheme and credentials")

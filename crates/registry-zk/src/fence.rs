@@ -64,7 +64,8 @@ impl WriteStep {
         }
     }
 
-    /// Returns the maximum bytes of this step in a request, without `STEP_BYTES` and the chroot.
+    /// Returns an upper bound of this step's bytes in a request, without `STEP_BYTES` and the
+    /// chroot.
     fn bytes_upper_bound(&self, acl_bytes: usize) -> usize {
         let payload = match self {
             Self::Create { data, .. } => data.len().saturating_add(acl_bytes),
@@ -99,7 +100,7 @@ pub enum Written {
 #[non_exhaustive]
 pub enum FenceError {
     /// This guard no longer holds the lock. Nothing was written.
-    #[error("lock {key:?} was lost")]
+    #[error("lock {key:?} was lost, so nothing was written; acquire the lock again")]
     #[non_exhaustive]
     Lost {
         /// The key.
@@ -124,10 +125,10 @@ pub enum FenceError {
         source: Error,
     },
     /// The writes exceed [`FencedMulti::BYTES_MAX`]. Nothing was sent.
-    #[error("the writes have {bytes} bytes; the limit is {max} bytes, so split them", max = FencedMulti::BYTES_MAX)]
+    #[error("the request may need {bytes} bytes; the limit is {max} bytes, so split the writes", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
-        /// The maximum size of the request with these writes.
+        /// An upper bound of the request's size with these writes.
         bytes: usize,
     },
     /// A store error. If [`BackendError::refused`] returns true, nothing was written. Otherwise the
@@ -154,8 +155,8 @@ impl Multi for LockGuard {
 
 impl FencedMulti<'_> {
     /// The maximum bytes of the request with all writes and their paths. Servers close the
-    /// connection after a request of more than `jute.maxbuffer`, 1 MiB by default. The locks of a
-    /// process share this connection.
+    /// connection after a request of more than `jute.maxbuffer`, 1 MiB by default. Other locks of
+    /// the backend share this connection.
     pub const BYTES_MAX: usize = REQUEST_BYTES_MAX;
 
     /// Adds a write that creates a persistent node, with the rights that this client gives to
@@ -270,7 +271,7 @@ impl FencedMulti<'_> {
 }
 
 impl FencedMulti<'_> {
-    /// Returns the maximum size of the request in bytes.
+    /// Returns an upper bound of the request's size in bytes.
     fn bytes_upper_bound(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acl_bytes = acl_bytes(acls);
         let steps = self.steps.iter().map(|step| step.bytes_upper_bound(acl_bytes));

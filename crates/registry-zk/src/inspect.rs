@@ -10,7 +10,7 @@ use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
-use crate::modes::read_holders;
+use crate::modes::{queue_changed, read_holders};
 use crate::node_data::{decode_label, decode_other_grant, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};
@@ -21,50 +21,60 @@ impl ZkBackend {
     /// Returns the holders of `key`, in the order of their tokens.
     pub(crate) async fn holders_of(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        self.read_holders(&session, key.clone()).await
+        self.read_holders(&session, key.clone()).await?.ok_or_else(queue_changed)
     }
 
+    /// Returns `None` if the queue changed during each of several reads.
     async fn read_holders(
         &self,
         session: &Arc<ZkSession>,
         key: Key,
-    ) -> Result<Vec<Holder>, BackendError> {
+    ) -> Result<Option<Vec<Holder>>, BackendError> {
         let dir = self.paths().node_path(&key);
         if self.paths().is_semaphore() {
-            return Ok(semaphore::read_holders(session, &key, &dir).await?.holders);
+            return Ok(Some(semaphore::read_holders(session, &key, &dir).await?.holders));
         }
-        Ok(read_holders(session, &dir).await?.holders(&key))
+        Ok(read_holders(session, &dir).await?.map(|queue| queue.holders(&key)))
     }
 
-    /// Returns the holders of all keys below the base that this login may read.
+    /// Returns the holders of all keys below the base that this login may read. Omits a key whose
+    /// queue changed during each of several reads, so that it does not prevent the whole list.
     pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        self.for_each_key(&session, |key| self.read_holders(&session, key)).await
+        let read = async |key| Ok(self.read_holders(&session, key).await?.unwrap_or_default());
+        self.for_each_key(&session, read).await
     }
 
-    /// Returns the claims that wait for `key`, or for any key that this login may read.
+    /// Returns the claims that wait for `key`, or for any key that this login may read. Omits keys
+    /// as [`holders`](Self::holders) does.
     pub(crate) async fn waiting_claims(
         &self,
         key: Option<&Key>,
     ) -> Result<Vec<WaitingClaim>, BackendError> {
         let session = self.sessions().get_or_open().await?;
         match key {
-            Some(key) => self.read_waiting(&session, key.clone()).await,
-            None => self.for_each_key(&session, |key| self.read_waiting(&session, key)).await,
+            Some(key) => self.read_waiting(&session, key.clone()).await?.ok_or_else(queue_changed),
+            None => {
+                let read =
+                    async |key| Ok(self.read_waiting(&session, key).await?.unwrap_or_default());
+                self.for_each_key(&session, read).await
+            }
         }
     }
 
+    /// Returns `None` if the queue changed during each of several reads.
     async fn read_waiting(
         &self,
         session: &Arc<ZkSession>,
         key: Key,
-    ) -> Result<Vec<WaitingClaim>, BackendError> {
+    ) -> Result<Option<Vec<WaitingClaim>>, BackendError> {
         let is_semaphore = self.paths().is_semaphore();
         let queue = self.paths().queue_path(&key);
         let names = if is_semaphore {
             semaphore::read_waiting(session, &queue).await?
         } else {
-            read_holders(session, &queue).await?.into_waiting()
+            let Some(queue) = read_holders(session, &queue).await? else { return Ok(None) };
+            queue.into_waiting()
         };
         let mut waiting = Vec::with_capacity(names.len());
         for chunk in names.chunks(CONCURRENT_READS) {
@@ -93,7 +103,7 @@ impl ZkBackend {
                 );
             }
         }
-        Ok(waiting)
+        Ok(Some(waiting))
     }
 
     /// Calls `read` for each possible key below the base, and returns all results. Nested layouts
@@ -162,7 +172,7 @@ impl ZkBackend {
             let paths: Vec<_> = if self.paths().is_semaphore() {
                 semaphore::read_holders(&session, key, &dir).await?.paths
             } else {
-                let holders = read_holders(&session, &dir).await?;
+                let holders = read_holders(&session, &dir).await?.ok_or_else(queue_changed)?;
                 holders.names_to_release().map(|name| format!("{dir}/{name}")).collect()
             };
             if paths.is_empty() {

@@ -3,15 +3,15 @@
 //! Each lock is a node, and each contender creates an ephemeral sequential child of this node. The
 //! servers number the children in order of arrival and delete a child when its session ends. The
 //! child with the lowest number holds the lock. Each other contender watches the child before its
-//! own child. Processes therefore acquire the lock in the order of the children, with one child at
-//! a time per process. If all claims are exclusive, a release wakes exactly one waiter. Shared
-//! claims, upgradable claims and permits have children in the same queue. A claim is granted if its
-//! mode is compatible with those of all children before its own. The engine in `registry-core`
-//! implements waiting, the schedule of renewals, and loss detection. It calls this backend through
-//! `LockBackend`.
+//! own child. Processes therefore acquire the lock in the order of their children. The callers of
+//! one process wait in a local queue, and usually one of them has a child. If all claims are
+//! exclusive, a release wakes exactly one waiter. Shared claims, upgradable claims and permits have
+//! children in the same queue. A claim is granted if its mode is compatible with those of all
+//! children before its own. The engine in `registry-core` implements local queues, the schedule of
+//! renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
-//! All locks of a backend share one session. One request renews the session with all its locks.
-//! The backend opens further sessions from about 1,000 locks on, because a session can watch a
+//! Up to about 1,000 locks of a backend share one session. One request renews the session with all
+//! its locks. Beyond that number, the backend opens further sessions, because a session can watch a
 //! limited number of nodes. [`Layout`] and [`Naming`] set the path and the name of a lock's nodes.
 //! [`Layout`] contains this library's own form and the form of Apache Curator, which Spring
 //! Integration uses. [`Naming`] contains the forms of Apache Curator and kazoo. Programs that use

@@ -3,19 +3,22 @@
 //! module.
 //!
 //! The name of a node states the mode in which its claim was enqueued. Only exclusive and
-//! upgradable claims are converted. A reader therefore also reads the data of the nearest such node
-//! before its own. The list of the nodes may be older than this data. An upgrade between the two
-//! reads does no harm. Either its request is in the list, and blocks the reader, or the request was
-//! created after the reader's node, and the upgrade waits for the reader.
+//! upgradable claims are converted. A reader (a shared or upgradable claim) therefore also reads
+//! the data of the nearest such node before its own. The list of the nodes may be older than this
+//! data. An upgrade between the two reads does no harm. Either the upgrade request is in the list,
+//! and blocks the reader, or the request was created after the reader's node, and the upgrade waits
+//! for the reader.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
 use registry_core::{
     BackendError, ClaimMode, Holder, Key, Moment, QueuePosition, QueuedEntry, granted_entries,
     queue_position,
 };
+use tokio::time::sleep;
 use zookeeper_client::Error;
 
 use crate::error::to_backend_error;
@@ -32,7 +35,8 @@ const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
 pub(crate) enum Blockers {
     /// Nothing: the claim is granted.
     None,
-    /// These nodes before the claim's own. The claim is not granted while they exist unchanged.
+    /// These nodes before the claim's own. The claim is not granted while all of them exist
+    /// unchanged.
     Nodes(Vec<Blocker>),
     /// The holders' permits state this total of units, and the claim states another total.
     UnitsMismatch(u32),
@@ -95,8 +99,8 @@ pub(crate) async fn find_blockers(
         if !is_reader || !is_convertible(name) || is_unchanged {
             return Ok(Blockers::unread([nearest]));
         }
-        // An upgradable claim rarely blocks a reader, so this read sets no watch. If the claim does
-        // block, `watch_blockers` sets the watch.
+        // An upgradable claim rarely blocks a shared claim, so this read then sets no watch. If the
+        // claim does block, `watch_blockers` sets the watch.
         let is_watched =
             is_waiting && (parse_queued_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
         let Some(node) = read_node(session, dir, name, is_watched).await? else {
@@ -256,16 +260,17 @@ impl ReadNode {
     }
 }
 
-/// The nodes of a queue that hold the lock, and the upgrade requests.
+/// The nodes of a queue, divided into holders and waiting nodes.
 #[derive(Default)]
-pub(crate) struct QueueHolders {
+pub(crate) struct QueueSnapshot {
     granted: Vec<(String, ReadNode)>,
+    /// The upgrade requests.
     requests: Vec<String>,
-    /// The nodes that do not hold the lock, including the requests.
+    /// The nodes that do not hold the lock, including the upgrade requests.
     waiting: Vec<String>,
 }
 
-impl QueueHolders {
+impl QueueSnapshot {
     /// Returns whether the node `name` holds the lock.
     pub(crate) fn is_granted(&self, name: &str) -> bool {
         self.granted.iter().any(|(granted, _)| granted == name)
@@ -289,24 +294,33 @@ impl QueueHolders {
     }
 }
 
-/// Reads the holders of the lock at `dir`. Returns no holders if they change during each of
+/// Reads the holders of the lock at `dir`. Returns `None` if they change during each of
 /// [`TRIES_MAX`] attempts.
 pub(crate) async fn read_holders(
     session: &Arc<ZkSession>,
     dir: &str,
-) -> Result<QueueHolders, BackendError> {
+) -> Result<Option<QueueSnapshot>, BackendError> {
     for _ in 0..TRIES_MAX {
         let children = match read_children(session, dir).await? {
             Ok(children) => children,
-            Err(Error::NoNode) => break,
+            Err(Error::NoNode) => return Ok(Some(QueueSnapshot::default())),
             Err(error) => return Err(to_backend_error(&error)),
         };
         let queue = sort_contenders(session, dir, children).await?;
         if let Some(holders) = read_holders_in(session, dir, &queue).await? {
-            return Ok(holders);
+            return Ok(Some(holders));
         }
+        sleep(READ_PAUSE).await;
     }
-    Ok(QueueHolders::default())
+    Ok(None)
+}
+
+/// Returns the error for a `None` of [`read_holders`].
+pub(crate) fn queue_changed() -> BackendError {
+    BackendError::transient(format!(
+        "zookeeper: the queue changed during each of {TRIES_MAX} reads; retry"
+    ))
+    .as_refused()
 }
 
 /// Reads the holders among the nodes of `queue`. Returns `None` if a node was deleted meanwhile.
@@ -314,7 +328,7 @@ async fn read_holders_in(
     session: &ZkSession,
     dir: &str,
     queue: &ContenderQueue,
-) -> Result<Option<QueueHolders>, BackendError> {
+) -> Result<Option<QueueSnapshot>, BackendError> {
     let names = queue.names();
     let (mut entries, mut nodes) = (Vec::new(), Vec::new());
     // No node behind a claim that is exclusive now is granted, so such a claim ends the search.
@@ -334,9 +348,9 @@ async fn read_holders_in(
     }
     let unread = &names[entries.len()..];
     let is_request = |name: &&String| parse_queued_entry(name) == QueuedEntry::UpgradeRequest;
-    let mut holders = QueueHolders {
+    let mut holders = QueueSnapshot {
         requests: names.iter().filter(is_request).cloned().collect(),
-        ..QueueHolders::default()
+        ..QueueSnapshot::default()
     };
     for (is_granted, node) in granted_entries(&entries).into_iter().zip(nodes) {
         if is_granted {
@@ -381,3 +395,5 @@ const MAJORITY_CHECKS_MAX: usize = 16;
 const CONCURRENT_READS: usize = 64;
 /// The maximum number of attempts to read the holders if they change meanwhile.
 const TRIES_MAX: u32 = 8;
+/// The pause between two of these attempts.
+const READ_PAUSE: Duration = Duration::from_millis(5);

@@ -68,8 +68,9 @@ pub(crate) async fn create_sequential(
     Ok(Ok(CreatedNode { path, czxid, listed }))
 }
 
-/// Creates `path` and its parents as containers, or as persistent nodes if that fails. The servers
-/// delete a container that has been empty for some time.
+/// Creates `path` and its parents as containers. Creates persistent nodes instead if the servers do
+/// not support containers, or delete a parent during each attempt. The servers delete a container
+/// that has been empty for some time.
 pub(crate) async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
     let acls = session.config().acls();
     for mode in [CreateMode::Container, CreateMode::Persistent] {

@@ -6,7 +6,8 @@
 //! Only the transactions that created the nodes then determine the order. The tests of
 //! `registry-testkit` check this behaviour of the servers.
 //!
-//! The name of a claim that is not exclusive contains its mode before `lock`. The mode is `-s`
+//! With [`Naming::Curator`] and [`Naming::Kazoo`], the name of a claim that is not exclusive
+//! contains its mode before `lock`. The mode is `-s`
 //! (shared), `-u` (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the
 //! claim. Other programs treat each of these nodes as an exclusive contender.
 
@@ -118,8 +119,8 @@ struct Contender<'a> {
 
 /// Returns the parts of a name in the form of Curator or kazoo. Returns `None` for any other child.
 fn parse_contender(name: &str) -> Option<Contender<'_>> {
-    // `MARKERS` lists `-lock-` before `lock-`, because `-lock-` contains `lock-`. Apart from these
-    // two, only one marker is directly before the number of a name.
+    // A name with `-lock-` also matches `lock-`, so `MARKERS` lists `-lock-` first. Otherwise at
+    // most one marker matches.
     MARKERS.into_iter().find_map(|marker| {
         let at = name.rfind(marker)?;
         let number = parse_number(&name[at + marker.len()..])?;
@@ -138,8 +139,7 @@ fn sequence_number(name: &str, naming: Naming) -> Option<i32> {
 fn parse_number(text: &str) -> Option<i32> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     let is_decimal = digits.bytes().all(|byte| byte.is_ascii_digit());
-    let has_expected_length =
-        text.len() == 10 || text == "-2147483648" || (text.len() == 11 && digits.len() == 10);
+    let has_expected_length = text.len() == 10 || (text.len() == 11 && digits.len() == 10);
     (is_decimal && has_expected_length).then(|| text.parse().ok()).flatten()
 }
 
@@ -148,8 +148,8 @@ pub(crate) fn is_contender(name: &str) -> bool {
     parse_contender(name).is_some()
 }
 
-/// Returns the nodes of a claim, including its request to be upgraded. Each earlier session that
-/// the servers have not ended yet can have other nodes of the claim.
+/// Returns the nodes of a claim, including its upgrade request. Some may belong to earlier sessions
+/// that the servers have not ended yet.
 pub(crate) fn claim_nodes(
     children: &[String],
     claim: ClaimId,
@@ -164,8 +164,8 @@ pub(crate) fn claim_nodes(
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ContenderQueue {
     names: Vec<String>,
-    /// The names do not determine the order, and do not identify nodes: the claim of a deleted node
-    /// can have a new one with the same name.
+    /// Whether the names determine no order and identify no node: a claim's new node can have the
+    /// name of its deleted node.
     is_sequence_exhausted: bool,
 }
 

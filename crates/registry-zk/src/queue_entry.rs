@@ -25,7 +25,8 @@ pub(crate) struct QueueEntry {
     pub(crate) dir: String,
     /// Bytes of the paths of the claim's nodes in the transaction that ends the session.
     pub(crate) node_bytes: usize,
-    /// The same, but without the units that are not watched.
+    /// As `node_bytes`, but counts only the first unit in Curator's semaphore, because only its
+    /// node is watched.
     pub(crate) watch_bytes: usize,
     /// Bytes of the path of the claim's upgrade request. Zero until the first upgrade request.
     pub(crate) upgrade_request_bytes: AtomicUsize,
@@ -45,29 +46,29 @@ pub(crate) struct ClaimState {
     /// The session no longer has this entry.
     pub(crate) is_removed: bool,
     pub(crate) node: Option<ClaimNode>,
-    /// The paths of the further nodes of granted permits in Curator's semaphore, one for each unit
-    /// but the first.
-    pub(crate) further_unit_paths: Vec<String>,
+    /// In Curator's semaphore, each unit of granted permits has a node. `node` is the first. These
+    /// are the paths of the others.
+    pub(crate) other_unit_paths: Vec<String>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
     /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
     /// claim. `None` if the claim is not held.
     pub(crate) held_until: Option<Moment>,
-    /// The watch on the own node of a held claim.
+    /// The watch on a held claim's own node.
     pub(crate) own_watch: Option<OwnNodeWatch>,
     /// The nodes that a waiting claim waits for, and their watches. For an exclusive claim, this is
-    /// the node directly before the own node. In Curator's semaphore, the head of the queue waits
-    /// for the parent of the units.
+    /// the node directly before its own. In Curator's semaphore, the head of the queue watches the
+    /// children of the parent of all units.
     pub(crate) watched_blockers: Option<WatchedNodes>,
     /// The request to upgrade the claim, while its upgrade waits.
     pub(crate) upgrade: Option<UpgradeRequest>,
-    /// A change of the mode, or a change to the request to upgrade the claim, was requested, and
-    /// its outcome is unknown.
+    /// A conversion has an unknown outcome, or a node of the upgrade is missing.
+    /// `conversion::resolve_conversion` reads the present state.
     pub(crate) is_conversion_unresolved: bool,
     /// The request to upgrade the claim is deleted this long after the last attempt or wait.
     pub(crate) upgrade_lease: Duration,
-    /// The nodes before the own node that only the connected server has, but not a majority. If a
-    /// majority later creates a node with the same name, it comes after the own node.
+    /// Nodes before the claim's own that the connected server lists and a majority does not have. A
+    /// node that a majority creates later under the same name is behind the claim's own node.
     pub(crate) stale_nodes: Vec<String>,
     pub(crate) lease: Duration,
 }
@@ -151,7 +152,7 @@ impl QueueEntry {
         let state = ClaimState {
             is_removed: false,
             node: None,
-            further_unit_paths: Vec::new(),
+            other_unit_paths: Vec::new(),
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
@@ -252,7 +253,7 @@ impl ClaimState {
     /// Clears all state of the node, which no longer exists.
     pub(crate) fn clear_node(&mut self) {
         self.node = None;
-        self.further_unit_paths.clear();
+        self.other_unit_paths.clear();
         self.held_until = None;
         self.own_watch = None;
         self.watched_blockers = None;

@@ -20,7 +20,7 @@ use zookeeper_client::Error;
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::ensure_largest_token;
-use crate::modes::{self, Blocker, Blockers, QueueHolders, watch_blockers};
+use crate::modes::{self, Blocker, Blockers, QueueSnapshot, watch_blockers};
 use crate::node_data::{NodeGrant, encode_node_data};
 use crate::nodes::{
     CreatedNode, ListedChildren, create_parents, create_sequential, delete, fencing_token,
@@ -437,9 +437,9 @@ pub(crate) async fn delete_nodes(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     delete_upgrade_request(session, state).await?;
-    let deletions = state.further_unit_paths.iter().map(|path| delete(session, path));
+    let deletions = state.other_unit_paths.iter().map(|path| delete(session, path));
     try_join_all(deletions).await?;
-    state.further_unit_paths.clear();
+    state.other_unit_paths.clear();
     let Some(node) = &state.node else { return Ok(false) };
     let existed = delete(session, &node.path).await?;
     state.clear_node();
@@ -478,7 +478,7 @@ pub(crate) async fn end_lost_claim(
 ) {
     // If another unit is missing, the node of the first unit may still exist.
     let are_deleted =
-        state.further_unit_paths.is_empty() || delete_nodes(session, state).await.is_ok();
+        state.other_unit_paths.is_empty() || delete_nodes(session, state).await.is_ok();
     if are_deleted {
         state.clear_node();
     }
@@ -490,9 +490,9 @@ pub(crate) async fn end_lost_claim(
 
 /// Returns whether the claim's own node exists. Sets a watch on the node if possible.
 ///
-/// Sends one request for each further unit in Curator's semaphore. The own node needs no request if
-/// a watch was set before the confirmation and has not fired, and if the client has not reconnected
-/// since. The node then still exists.
+/// Sends one request for each further unit in Curator's semaphore. The claim's own node needs no
+/// request if a watch was set before the confirmation and has not fired, and if the client has not
+/// reconnected since. The node then still exists.
 async fn verify_own_node(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,
@@ -501,7 +501,7 @@ async fn verify_own_node(
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
     // Only the first unit is watched.
-    if !semaphore::all_exist(session, &state.further_unit_paths).await? {
+    if !semaphore::all_exist(session, &state.other_unit_paths).await? {
         return Ok(false);
     }
     let reconnects = session.reconnects();
@@ -551,8 +551,8 @@ fn request_verification_when_fired(
         watch.wait_until_fired().await;
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
         let state = entry.state.lock().await;
-        // A release or a conversion by this process also fires the watch. It clears `own_watch`
-        // before it unlocks `entry.state`. Then no holder needs a verification.
+        // A release or a conversion by this process also fires the watch, but clears `own_watch`
+        // while it has `entry.state` locked. The claim then needs no verification.
         let has_fired = state.own_watch.as_ref().is_some_and(|own| own.watch.has_fired());
         if state.held_until.is_some() && has_fired {
             sessions.request_verification(&entry.key);
@@ -653,9 +653,11 @@ async fn search_and_release(
     let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
         // In Curator's semaphore, a node of the queue holds no units. The nodes of the units are
         // elsewhere.
-        QueueHolders::default()
+        QueueSnapshot::default()
     } else {
-        modes::read_holders(session, dir).await?
+        modes::read_holders(session, dir)
+            .await?
+            .ok_or_else(|| modes::queue_changed().as_unknown())?
     };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;
@@ -727,9 +729,9 @@ async fn release_abandoned_claim(
 /// reads, the connection breaks, or a node is missing.
 const TRIES_MAX: u32 = 8;
 
-/// A waiter lists the whole queue after this multiple of the session time-out, at most
-/// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have
-/// been deleted.
+/// A waiter lists the whole queue after this multiple of the session time-out, but at the latest
+/// after `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may
+/// have been deleted.
 const RELIST_AFTER_TIMEOUTS: u32 = 3;
 const RELIST_AFTER_MAX: Duration = Duration::from_secs(90);
 

@@ -39,7 +39,7 @@ fn unit_prefix(session: &ZkSession, claim: ClaimId) -> String {
 pub(crate) enum SemaphoreAttempt {
     Granted,
     Busy(Busy),
-    /// The queue or the units have changed.
+    /// The connection broke, or a node was missing. The caller must try again.
     Retry,
 }
 
@@ -59,7 +59,7 @@ pub(crate) async fn units_exist(
     let synced = session.with_request_timeout(session.client().sync(&node.path)).await?;
     synced.map_err(|error| to_backend_error(&error).as_unknown())?;
     let first = std::slice::from_ref(&node.path);
-    Ok(all_exist(session, first).await? && all_exist(session, &state.further_unit_paths).await?)
+    Ok(all_exist(session, first).await? && all_exist(session, &state.other_unit_paths).await?)
 }
 
 /// Returns whether all of these nodes exist and belong to this session.
@@ -129,10 +129,10 @@ fn is_free(claim: &Claim, taken: u64) -> bool {
 }
 
 /// Waits until a claim before this claim leaves the queue, for at most [`PREDECESSOR_WAIT_MAX`], if
-/// the units of this claim are free. This function is for a claim that does not wait for units.
+/// the units of this claim are free. For a claim that leaves the queue if it is busy.
 ///
-/// Returns true if the caller should try again. Returns false if the units are not free, or if a
-/// claim before this claim waits for units or holds the exclusive lock. Always returns false for an
+/// Returns true if the caller should try again. Returns false if the units are not free, another
+/// claim holds the exclusive lock, or the wait reaches its limit. Always returns false for an
 /// exclusive claim.
 pub(crate) async fn wait_for_predecessor(
     session: &Arc<ZkSession>,
@@ -233,7 +233,7 @@ async fn take_units(
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {
-        // Makes the transaction fail if the claim is no longer the head of the queue.
+        // Makes the transaction fail if the claim's node in the queue no longer exists.
         writer.add_delete(&node.path, None)?;
         (0..take).try_for_each(|unit| {
             let data = if unit == 0 { &first } else { &other };
@@ -241,7 +241,7 @@ async fn take_units(
         })
     };
     add_operations().map_err(|error| to_backend_error(&error))?;
-    // From here on, the units may be taken.
+    // From here on, the transaction may have taken the units, even if no response arrives.
     state.is_creation_unresolved = true;
     let sent_at = Moment::now();
     let committed = async {
@@ -274,7 +274,7 @@ async fn take_units(
         _ => None,
     });
     let Some((path, stat)) = created.next() else { return Ok(SemaphoreAttempt::Retry) };
-    let further_unit_paths = created.map(|(path, _)| path).collect();
+    let other_unit_paths = created.map(|(path, _)| path).collect();
     let czxid = if stat.is_invalid() {
         let found = session.with_request_timeout(client.check_stat(&path)).await?;
         match found.map_err(|error| to_backend_error(&error).as_unknown())? {
@@ -288,7 +288,7 @@ async fn take_units(
     state.clear_node();
     let grant = NodeGrant { mode: claim.mode(), token: czxid };
     state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
-    state.further_unit_paths = further_unit_paths;
+    state.other_unit_paths = other_unit_paths;
     Ok(SemaphoreAttempt::Granted)
 }
 
@@ -316,7 +316,7 @@ pub(crate) async fn resolve_units(
     if let Some((path, czxid, mode)) = own_units.next() {
         let grant = NodeGrant { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
         state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
-        state.further_unit_paths = own_units.map(|(path, ..)| path).collect();
+        state.other_unit_paths = own_units.map(|(path, ..)| path).collect();
     }
     Ok(())
 }
@@ -339,7 +339,8 @@ pub(crate) async fn find_units(
 }
 
 /// Waits until the number of taken units changes, unless `claim` could be granted now. Returns at
-/// once if a request fails.
+/// once if a request fails. Never returns if the watch budget is used up: the engine limits this
+/// wait and polls.
 pub(crate) async fn wait_for_units(session: &Arc<ZkSession>, queue: &str, claim: &Claim) {
     let Ok((taken, watch)) = count_units(session, &leases_of(queue), true).await else { return };
     match watch {
@@ -358,13 +359,14 @@ pub(crate) struct UnitHolders {
 
 /// Reads the holders of the units of `key`, or its exclusive holder.
 ///
-/// Curator does not record how many units a key has. Each of its units is reported as `1 of 1`.
+/// Curator does not record how many units a key has. Each unit that a Curator program has taken is
+/// reported as `1 of 1`.
 pub(crate) async fn read_holders(
     session: &Arc<ZkSession>,
     key: &Key,
-    dir: &str,
+    key_path: &str,
 ) -> Result<UnitHolders, BackendError> {
-    let leases = format!("{dir}/{LEASES}");
+    let leases = format!("{key_path}/{LEASES}");
     let mut names = match read_children(session, &leases).await? {
         Ok(names) => names,
         Err(Error::NoNode) => Vec::new(),
@@ -389,7 +391,7 @@ pub(crate) async fn read_holders(
     }
     if found.paths.is_empty()
         && let Some((path, data, stat)) =
-            read_exclusive_holder(session, &format!("{dir}/{QUEUE}")).await?
+            read_exclusive_holder(session, &format!("{key_path}/{QUEUE}")).await?
     {
         found.paths.push(path);
         found.holders.push(holder(key, ClaimMode::Exclusive, &data, stat.mzxid));
@@ -416,7 +418,7 @@ async fn read_exclusive_holder(
     Ok(is_exclusive.then_some((path, data, stat)))
 }
 
-/// Returns the nodes in the queue of `key` whose claims wait, in the order of the queue.
+/// Returns the names of the nodes below `queue` whose claims wait, in the order of the queue.
 pub(crate) async fn read_waiting(
     session: &Arc<ZkSession>,
     queue: &str,

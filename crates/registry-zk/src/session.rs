@@ -128,8 +128,8 @@ impl SessionPool {
     }
 
     /// Returns the queue entry of `claim` and its session, and waits until the session is
-    /// connected. Inserts a new entry into the first session with capacity for its node. Opens a
-    /// new session if no session has capacity.
+    /// connected. If no entry exists, inserts a new entry into a session with capacity for its
+    /// node. Opens a new session if no session has capacity.
     pub(crate) async fn find_or_insert_entry(
         self: &Arc<Self>,
         claim: &Claim,
@@ -399,8 +399,8 @@ struct SessionEntries {
     /// The bytes of all entries. An entry counts before its node is requested, and until its node
     /// is certainly deleted.
     bytes: usize,
-    /// The same, but a claim on several permits of Curator's semaphore counts with only its queue
-    /// node and one unit. The client watches no other unit of the claim.
+    /// As `bytes`, but counts only the queue node and one unit of a claim in Curator's semaphore.
+    /// The client watches no other unit of the claim.
     watch_bytes: usize,
     /// The time at which an entry was last removed, or the session was opened.
     last_removal_at: Moment,
@@ -447,7 +447,7 @@ impl SessionEntries {
     }
 
     /// Adds the bytes of the request to upgrade the claim of `entry`. They count until the entry is
-    /// removed. Returns false if they exceed `bytes_max` in total.
+    /// removed. Returns false if the session's bytes would then exceed `bytes_max`.
     fn add_upgrade_request(&mut self, entry: &QueueEntry, bytes: usize, bytes_max: usize) -> bool {
         if entry.upgrade_request_bytes.load(Ordering::Acquire) > 0 {
             return true;
@@ -759,7 +759,8 @@ impl ZkSession {
     }
 
     /// Returns the rest of [`LEADER_PAUSE`] since the last request to the leader. The engine's
-    /// operation time-out includes this pause, so it is limited.
+    /// operation time-out includes this pause, so the pause is at most a fifth of the request
+    /// time-out.
     fn pause_before_leader(&self) -> Duration {
         let next = lock(&self.leader_requested_at).after(LEADER_PAUSE);
         next.since(Moment::now()).min(self.config.request_timeout / 5)
@@ -973,8 +974,7 @@ const LEADER_PAUSE: Duration = Duration::from_millis(100);
 /// How long the pool records that a claim's session has ended.
 const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// The number of writes to a majority per session time-out. The writes replace the client's own
-/// pings, which are about as frequent.
+/// The number of writes to a majority per session time-out.
 const CONFIRMATIONS_PER_TIMEOUT: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 

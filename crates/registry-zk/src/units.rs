@@ -12,7 +12,7 @@ use crate::queue::node_bytes;
 /// [source](std::error::Error::source) of the [`BackendError`] of a refused attempt.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{units} units of {key:?} are more than {units_max}, the most that one guard of this key takes in Curator's semaphore"
+    "{units} units of {key:?} are more than {units_max}, the maximum for one guard of this key in Curator's semaphore"
 )]
 #[non_exhaustive]
 pub struct TooManyUnits {
@@ -49,7 +49,7 @@ pub(crate) fn refuse_too_many_units(
     }
     let error = TooManyUnits { key: claim.key().as_str().to_owned(), units: take, units_max };
     let message = format!(
-        "zookeeper: {take} units are more than {units_max}, the most that one guard of this key takes in Curator's semaphore; take fewer, or use a shorter key"
+        "zookeeper: {take} units are more than {units_max}, the maximum for one guard of this key in Curator's semaphore; take fewer, or use a shorter key"
     );
     Err(BackendError::new(BackendErrorKind::Misconfigured, message).with_source(error).as_refused())
 }

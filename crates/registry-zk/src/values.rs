@@ -1,5 +1,5 @@
 //! Reads and writes value blocks. A value block is a persistent node next to the node of a key. Its
-//! data is [`LockValue::encode`] of the bytes and the writer's fencing token.
+//! data has the format of [`LockValue::encode`].
 
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +16,8 @@ use crate::session::ZkSession;
 
 #[async_trait]
 impl ValueStore for ZkBackend {
-    /// The time is that of the newest node that this client has created, plus the time since then.
+    /// The returned server time is an estimate: the creation time of the newest node that this
+    /// client has created, plus the time since then.
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         self.read_value(key).await.map_err(|error| self.with_address(error))
     }

@@ -62,9 +62,9 @@ fn every_bug_of_the_redis_store_is_found_and_nothing_else() {
             assert!(!a_refused_renewal_ends_no_lock(&server).await, "{mutant:?} is not found");
         }
         switch_mutant(None);
-        switch_engine_mutant(Some(EngineMutant::BrokenLockUnverified));
+        switch_engine_mutant(Some(EngineMutant::ForcedReleaseUnverified));
         let is_missed = a_process_that_breaks_its_own_lock_is_notified(&server).await;
         switch_engine_mutant(None);
-        assert!(!is_missed, "BrokenLockUnverified is not found");
+        assert!(!is_missed, "ForcedReleaseUnverified is not found");
     });
 }

@@ -303,11 +303,13 @@ async fn several_keys_in_any_order_do_not_deadlock(store: Store) {
         let (all, _) = shares.split(|_| true);
         assert_eq!(all.clients, processes.len());
         println!("{}: {all:?}", store.url);
+        assert!(all.fewest_grants > 0, "{all:?}");
         rates.push(all.grants);
     }
     // In short runs, the load of the machine may differ between the two.
-    let factor = if span >= secs(60) { 2 } else { 4 };
-    assert!(rates[1] * factor >= rates[0], "{rates:?}");
+    if span >= secs(60) {
+        assert!(rates[1] * 2 >= rates[0], "{rates:?}");
+    }
 }
 
 /// The client numbers of a process begin with a multiple of this number.

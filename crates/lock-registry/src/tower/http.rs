@@ -1,4 +1,5 @@
-//! The layer for HTTP: a request that gets no lock gets a response instead of an error.
+//! The layer for HTTP: a request that gets no lock, or loses it, gets a response instead of an
+//! error.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -105,7 +106,8 @@ impl<S, KeyFn: Clone, M: Clone, F: Clone> Layer<S> for HttpLockLayer<KeyFn, M, F
     }
 }
 
-/// Responds to a request that gets no lock. Implemented for functions, and for [`StatusResponse`].
+/// Responds to a request that gets no lock, or whose lock is lost before its response. Implemented
+/// for functions, and for [`StatusResponse`].
 /// `KeyError` is the error of the key, and `B` the body of the response.
 pub trait ErrorResponse<KeyError, B> {
     /// Returns the response. The error is never [`LockServiceError::Inner`].

@@ -183,7 +183,7 @@ async fn an_error_reports_a_missing_right() {
     let registry = connect(&format!("redis://worker:canary@{}", server.addr())).await.unwrap();
     let error = registry.obtain("key").try_lock().await.unwrap_err();
     let text = error_text(&error);
-    assert!(text.contains("this user may not do that") && !text.contains(CANARY), "{text}");
+    assert!(text.contains("this user lacks a required right") && !text.contains(CANARY), "{text}");
 }
 
 #[tokio::test]

@@ -101,8 +101,8 @@ fn wait_for_start(gate: RawFd) -> io::Result<bool> {
 }
 
 fn set_foreground_group() {
-    // The terminal sends SIGTTOU to a background process, which would stop it. This process has
-    // inherited the signal mask, which blocks SIGTTOU.
+    // `tcsetpgrp` in a background process causes SIGTTOU, which would stop the process. The
+    // inherited signal mask blocks SIGTTOU.
     if let Ok(tty) = File::open("/dev/tty") {
         let _ = tcsetpgrp(tty, getpgrp());
     }

@@ -122,7 +122,8 @@ impl Recording {
     pub(crate) async fn complete(&self, guard: &HeldLock, status: u8) -> Result<(), LockError> {
         match self {
             Self::Tick { counts_failures: false, .. } if status != 0 => Ok(()),
-            // `lockreg` runs only this tick, so it does not need the other ticks of the clone.
+            // `complete` may discard the remaining ticks. It may do so in a clone, because
+            // `lockreg` runs only this tick.
             Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
             // An error is ignored: observers also detect the vacancy by the missing holder.
             Self::VacantRole(vacant_record) => {
@@ -136,7 +137,7 @@ impl Recording {
 /// Parses a tick, before any access to the store.
 fn parse_tick(text: &str) -> Result<Tick, CliError> {
     let tick = Tick::from(text);
-    // A script probably passes a variable that is not set.
+    // The usual cause is a script that passes an unset variable.
     if text.is_empty() {
         return Err(CliError::usage("--tick is empty; state a number or a name"));
     }

@@ -1,5 +1,6 @@
-//! Job control. The command of `run` has its own process group. Like a shell, `lockreg` therefore
-//! moves the terminal to the group of the command and back, and stops and resumes with the command.
+//! Job control. The command of `run` or `elect` has its own process group. `lockreg` therefore acts
+//! like a shell: it makes the command's group the foreground group of the terminal, and later makes
+//! the group of `lockreg` the foreground group again. It also stops and resumes with the command.
 
 use std::fs::File;
 use std::io::{IsTerminal as _, stdin, stdout};

@@ -18,7 +18,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, killpg};
 use nix::time::{ClockId, clock_gettime};
-use nix::unistd::{Pid, read, setsid};
+use nix::unistd::{Pid, read};
 
 use super::child::{has_processes, self_command};
 
@@ -54,7 +54,7 @@ impl Watchdog {
     }
 
     /// Informs the watchdog that the command may run for `valid_for` from now.
-    pub(crate) fn extend_lease(&mut self, valid_for: Duration) {
+    pub(crate) fn set_deadline(&mut self, valid_for: Duration) {
         self.sender.set_deadline(now().saturating_add(valid_for));
     }
 
@@ -124,8 +124,8 @@ impl MessageSender {
     }
 
     /// Removes the oldest messages, which a stopped watchdog has not read. Keeps the newer
-    /// messages. A watchdog that resumes at this point must find a message that is newer than the
-    /// last one that it has read.
+    /// messages. A watchdog that resumes before the next write must find a message that is newer
+    /// than the last one that it has read.
     fn discard_oldest(&mut self) {
         let _ = self.read_end.read(&mut [0; DISCARDED_BYTES]);
     }
@@ -133,9 +133,8 @@ impl MessageSender {
 
 /// Runs this role.
 pub(crate) fn main() -> u8 {
-    // The watchdog has its own session and blocks all signals, so that it ends only after
-    // `lockreg`. Signals from the terminal, to a group or to a service do not end the watchdog.
-    let _ = setsid();
+    // The watchdog blocks all signals, so that it ends only after `lockreg`. Only SIGKILL, for
+    // example to a whole service, ends it earlier.
     let _ = SigSet::all().thread_block();
     watch(MessageReader::new(io::stdin()));
     crate::output::flush_stderr();
@@ -163,8 +162,8 @@ impl<F: AsFd> MessageReader<F> {
         Self { pipe, unparsed: Vec::new() }
     }
 
-    /// Waits for the next message until this time. Always returns a message that was written before
-    /// this time, even if this process runs late.
+    /// Waits for the next message, at most until `until`. Always returns a message that was written
+    /// before `until`, even if this process runs late.
     fn next(&mut self, until: Option<Duration>) -> Received {
         loop {
             if let Some(end) = self.unparsed.iter().position(|byte| *byte == b'\n') {
@@ -199,8 +198,8 @@ impl<F: AsFd> MessageReader<F> {
 struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
-    /// The time from which the watchdog ends the group: the end of the lease, or earlier. `None` if
-    /// it is not known yet, or if `lockreg` or this watchdog already ends the group.
+    /// The end of the lease, or earlier. The watchdog ends the group [`REACTION_LIMIT`] later.
+    /// `None` if it is not known yet, or if `lockreg` or this watchdog already ends the group.
     until: Option<Duration>,
 }
 
@@ -219,7 +218,7 @@ fn watch(mut messages: MessageReader<impl AsFd>) {
             Received::Timeout => {
                 state.until = None;
                 let Some(group) = state.group else { continue };
-                let reason = "the lease has expired and lockreg does not respond; sent SIGTERM to its command";
+                let reason = "the lease was not renewed in time and lockreg does not respond; sent SIGTERM to its command";
                 terminate_group(group, state.grace, reason);
             }
         }

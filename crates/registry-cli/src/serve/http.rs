@@ -380,7 +380,7 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
     }
 }
 
-/// Sends an event with all rows, and then an event for each snapshot.
+/// Sends an event with all rows, and then an event after each attempt to take a snapshot.
 async fn events(State(server): State<Arc<Server>>) -> Result<Response, Failure> {
     if server.monitor.event_stream_count() >= EVENT_STREAMS_MAX {
         return Err(Failure::new(

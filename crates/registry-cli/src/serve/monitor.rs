@@ -1,7 +1,7 @@
 //! Takes snapshots of the store, and publishes each of them for all connections.
 //!
-//! The number of connections does not affect the number of snapshots. Text that is the same for all
-//! connections is formatted once per snapshot, and the connections share its bytes.
+//! An open page causes no further snapshots. Text that is the same for all connections is formatted
+//! once per snapshot, and the connections share its bytes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -31,8 +31,8 @@ pub(crate) struct Monitor {
     refresh: Notify,
 }
 
-/// The last snapshot that succeeded, and the values that are derived from it. The fields do
-/// not change, except that formatted texts are added.
+/// The last snapshot that succeeded, the values that are derived from it, and the result of the
+/// last attempt. Only the [`OnceLock`] fields change: each is set at its first use.
 #[derive(Debug)]
 pub(crate) struct Published {
     pub(crate) snapshot: Arc<Snapshot>,
@@ -88,9 +88,8 @@ struct Update<'a> {
     all: bool,
     /// The time of the snapshot.
     at: u64,
-    /// The time of the last attempt on the clock of the server, which the page compares with the
-    /// clock of the browser. `at` cannot be used for this, because it stays the same while
-    /// snapshots fail.
+    /// The time of the last attempt. The page compares this time with the clock of the browser.
+    /// `at` is not suitable, because it does not change while snapshots fail.
     now: u64,
     error: Option<&'a str>,
     /// Grants per second.
@@ -105,12 +104,13 @@ struct Update<'a> {
 
 /// The maximum number of events that wait for a slow connection. A connection that misses an event
 /// receives all rows again.
-const LATE_EVENTS_MAX: usize = 16;
+const EVENT_BACKLOG_MAX: usize = 16;
 
-/// The share of one processor that this process may use on average.
+/// The average share of one processor for snapshots. The requests of clients have a separate share
+/// of the same size.
 const PROCESSOR_SHARE: f64 = 0.04;
-/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. With a
-/// shorter interval, it limits the age of the data that the page shows.
+/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. If the
+/// interval is shorter, this maximum limits the age of the data on the page.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// The minimum pause after a snapshot, in multiples of its duration. Limits the load of a store
@@ -130,7 +130,7 @@ impl Monitor {
         Ok(Self {
             registry,
             published: RwLock::new(Arc::new(first)),
-            changes: broadcast::channel(LATE_EVENTS_MAX).0,
+            changes: broadcast::channel(EVENT_BACKLOG_MAX).0,
             history: Mutex::new(history),
             refresh: Notify::new(),
         })
@@ -174,8 +174,8 @@ impl Monitor {
     pub(crate) async fn run(&self, interval: Duration) {
         let mut grants = GrantCounter::default();
         grants.record(&self.published().snapshot);
-        // The processor time of clients' requests may lengthen the pause by less than that of
-        // snapshots: 5 s against 60 s.
+        // The processor time of snapshots lengthens the pause to at most 60 s, and that of client
+        // requests to at most 5 s.
         let mut snapshot_cpu = ProcessorLimit::new(PAUSE_MAX);
         let mut request_cpu = ProcessorLimit::new(SHORT_PAUSE_MAX);
         let mut took = Duration::ZERO;
@@ -376,7 +376,7 @@ impl Claimant {
     }
 }
 
-/// Limits the processor time of this process by longer pauses between snapshots.
+/// Limits processor time by longer pauses between snapshots.
 struct ProcessorLimit {
     /// The pause after which the average share is [`PROCESSOR_SHARE`].
     pause: Duration,

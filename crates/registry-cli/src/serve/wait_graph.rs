@@ -102,8 +102,8 @@ fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
         let mut blockers = HashMap::new();
         for holder in holders {
             let Some(units) = blocking_units(claim.mode, holder.mode) else { continue };
-            // A holder with the same label is another task of the same process. This task
-            // continues, so it does not block the claim.
+            // A holder with the same label is another task of the same process. The graph assumes
+            // that this task continues, so it does not block the claim.
             if let Some(label) = holder.label.as_deref().filter(|label| *label != waiter) {
                 let taken: &mut u32 = blockers.entry(label).or_default();
                 *taken = taken.saturating_add(units);
@@ -138,7 +138,7 @@ fn blocking_units(wanted: ClaimMode, held: ClaimMode) -> Option<u32> {
 fn stuck_labels<'a>(requests: &[Request<'a>]) -> HashSet<&'a str> {
     let mut open_requests: HashMap<&str, usize> = HashMap::new();
     let mut blocked_by: HashMap<&str, Vec<usize>> = HashMap::new();
-    // For each request, the units that its possibly stuck blockers keep from it.
+    // For each request, the units of those blockers that are not known to continue.
     let mut taken: Vec<u64> = Vec::with_capacity(requests.len());
     for (index, request) in requests.iter().enumerate() {
         *open_requests.entry(request.waiter).or_default() += 1;

@@ -64,7 +64,7 @@ pub(crate) struct View {
     pub(crate) filter: String,
     pub(crate) focus: Focus,
     pub(crate) table: TableState,
-    /// The selected row. The row with its key and token stays selected when other rows change.
+    /// The selected row. `arrange` finds the row again by its key and token.
     selected: Option<Row>,
 }
 

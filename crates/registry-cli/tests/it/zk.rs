@@ -90,7 +90,7 @@ fn doctor_prints_the_class_and_the_configuration_faults() {
     assert_eq!((&promises["class"], &promises["fair"]), (&json!("durable"), &json!(true)));
     let findings = report["findings"].to_string();
     assert!(
-        findings.contains("in the clear") && !report.to_string().contains("canary"),
+        findings.contains("sent unencrypted") && !report.to_string().contains("canary"),
         "{report}"
     );
     let bench = zookeeper.json(&["bench", "--for", "100ms", "--json"]);
@@ -99,7 +99,7 @@ fn doctor_prints_the_class_and_the_configuration_faults() {
     let zookeeper = ZooKeeper::start("auth=digest:app:canary&acl=open");
     let report = zookeeper.json(&["doctor", "--json"]);
     let findings = report["findings"].to_string();
-    assert!(findings.contains("in the clear") && findings.contains("acl=creator"), "{report}");
+    assert!(findings.contains("sent unencrypted") && findings.contains("acl=creator"), "{report}");
 }
 
 #[test]

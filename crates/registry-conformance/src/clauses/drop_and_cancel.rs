@@ -75,7 +75,7 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_the_key_free(context: &
 }
 
 /// A `lock` future that was polled and is then left unpolled does not block other keys: they can be
-/// locked, and held locks are renewed. This occurs in a `select!` while another branch runs.
+/// locked, and held locks are renewed. A `select!` polls no future while the body of a branch runs.
 pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let held = registry.obtain("orders:1").lock().await.expect("a free lock is acquired");
@@ -96,8 +96,8 @@ pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext)
     held.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A waiting `lock` future that is left unpolled leaves the store's queue: its claim is released
-/// after a lease. Polled again, it acquires the lock.
+/// If a waiting `lock` future is not polled for a lease, its claim is released and leaves the
+/// store's queue. If the future is polled again, it acquires the lock.
 pub async fn an_unpolled_lock_leaves_the_queue_of_the_store(context: &TestContext) {
     let (local, remote) =
         (context.registry_with_lease(context.short_lease()).await, context.registry().await);
@@ -277,7 +277,7 @@ pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(conte
     let registry = context.registry_over(&faulty, context.renewed_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     guard.unlock().await.expect("a held lock is unlocked");
-    faulty.wait_for_late_requests().await;
+    faulty.wait_for_late_repetitions().await;
     context.assert_becomes_free(&context.registry().await, "orders:42").await;
 }
 

@@ -1,4 +1,4 @@
-//! Leader election: one leader at a time, a step-down in order, and what observers see.
+//! Leader election: one leader at a time, an orderly step-down, and what observers see.
 
 use std::time::Duration;
 
@@ -90,8 +90,9 @@ pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestC
 }
 
 /// Another candidate leads after a step-down, with a larger token. In a store without a queue, the
-/// former leader may win again, so it steps down until the other one leads. A former leader whose
-/// release has no reply yet is reported as leader until the reply.
+/// former leader may win again, so the clause repeats its step-down until the other one leads. A
+/// former leader reports `Leadership::Leader` until its release is answered. With fencing, the
+/// clause therefore accepts only a larger token.
 pub async fn another_candidate_leads_after_a_step_down(context: &TestContext) {
     let elections =
         [context.registry().await.election("role"), context.registry().await.election("role")];
@@ -142,8 +143,8 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
     assert_eq!(within(context, changes.changed()).await.expect("the role is read"), None);
 }
 
-/// After the lock of a leader was broken, observers see the vacancy: the record stays, but no claim
-/// holds the role.
+/// After the lock of a leader was broken, observers see the vacancy: the leader's record stays in
+/// the value block, but no claim holds the role.
 pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
     let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
@@ -186,7 +187,7 @@ pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &Test
     running.abort();
 }
 
-/// A candidate leads after the lease of a dead leader.
+/// A candidate leads after the lease of a dead leader has ended.
 pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
     let dead = context.client().await;
     assert_granted(&*dead, &Claim::new(key("role"), context.short_lease())).await;
@@ -196,7 +197,7 @@ pub async fn a_candidate_leads_after_a_dead_leader(context: &TestContext) {
     running.abort();
 }
 
-/// A store error during the campaign does not end it, and leaves no record that blocks the role.
+/// A store error during the campaign does not end it, and leaves no claim that blocks the role.
 pub async fn a_failed_campaign_is_retried_and_leaves_no_record(context: &TestContext) {
     let faults = Faults::none()
         .at_call(Operation::Value, 1, Fault::LoseRequest)
@@ -256,14 +257,14 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
         running.push(spawn_candidate(&candidate.clone().priority(priority)));
         within(context, wait_until_campaigns(&observer, priority)).await;
     }
-    // A leader does not announce its priority.
+    // A leader announces no priority, so the others defer only to waiting candidates.
     for (leader, next) in [(0, 3), (3, 2), (2, 1)] {
         running[leader].abort();
         let token = wait_until_leads(context, &elections[next]).await;
         assert!(last < token || !context.capabilities().fencing, "{token} after {last}");
         last = token;
-        // The other candidates deferred to this one for less than a lease. After a lease, that time
-        // must not count at the next vacancy.
+        // A candidate defers to others for at most a lease. This sleep lets the deadlines of this
+        // vacancy pass. They must not apply to the next one.
         tokio::time::sleep(context.renewed_lease()).await;
     }
     running[1].abort();
@@ -272,7 +273,7 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
 /// A candidate with a lower priority leads if the preferred candidate does not.
 pub async fn a_preferred_candidate_that_does_not_lead_keeps_no_role(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    // Announces a priority without a campaign, as a candidate does that has just died.
+    // Announces a priority without a campaign, like a candidate that has just died.
     let options = registry_core::LockOptions::new().label("9");
     let announced = remote.obtain("role/candidates").acquire(ClaimMode::Shared, options).await;
     let announced = announced.expect("a free lock is acquired");

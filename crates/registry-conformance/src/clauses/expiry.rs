@@ -49,7 +49,8 @@ pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext
     assert_granted(&*client, &Claim::new(key("orders:42"), context.short_lease())).await;
     let until = Instant::now() + context.short_lease() * 4 + context.max_wait();
     let successor = Claim::new(key("orders:42"), context.long_lease());
-    // If an attempt extended the lease, the grant would never end, because the pause is shorter.
+    // If an attempt extended the lease, the grant would never end, because the pause is shorter
+    // than the lease.
     while let Attempt::Busy(_) = attempt(&*client, &successor).await {
         assert!(Instant::now() < until, "attempts extend the lease of a dead holder");
         tokio::time::sleep(Duration::from_millis(1)).await;

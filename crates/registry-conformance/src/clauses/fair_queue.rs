@@ -268,7 +268,7 @@ pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestCon
     let guard = holding.obtain("orders:42").lock_with(fair()).await.expect("the lock is free");
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut callers = Vec::new();
-    // Kept until the end, because a process keeps its registry while its callers wait.
+    // Kept until the end, as a process keeps its registry while its callers wait.
     let mut registries = Vec::new();
     for n in 0..4 {
         let (registry, count) = context.counting_registry().await;

@@ -142,7 +142,7 @@ pub async fn a_reserved_block_of_tokens_is_issued_to_no_other_grant(context: &Te
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
-    // A release states how many tokens were used. The store may grant only the others again.
+    // A release states how many tokens were used. The store may issue the others to later grants.
     for (n, (block, used)) in
         [(1_000_000, 400_000), (256, 1), (1_000_000, 2), (1, 1)].into_iter().enumerate()
     {

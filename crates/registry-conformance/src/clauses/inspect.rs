@@ -72,8 +72,8 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
     assert_freed(&*client, &claim).await;
 }
 
-/// `inspect` returns `None` for a key that was never held, was released, or has expired. `list`
-/// then returns no holder.
+/// `inspect` and `list` return no holder of a key that was never held, was released, or whose grant
+/// has expired.
 pub async fn inspect_returns_none_for_a_free_key(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
@@ -156,7 +156,7 @@ pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
 }
 
 /// After a forced release, renewing the old claim returns `Gone`, and releasing it returns
-/// `NotHeld`. The same applies after the next claim was granted, which stays held.
+/// `NotHeld`. The results do not change once the next claim is granted, and that claim stays held.
 pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
     let client = context.client().await;
     let broken = context.held_claim(&*client, context.long_lease()).await;

@@ -15,7 +15,7 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
+    CriticalSection, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
     attempt, is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Faults, Operation};
@@ -69,7 +69,7 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
 /// never take more units than the key has.
 pub async fn concurrent_takers_never_exceed_the_units(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
-    let section = Arc::new(Section::default());
+    let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
     for n in 0..12_u32 {
         let client = Arc::clone(&clients[n as usize % 3]);
@@ -181,9 +181,9 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
     }
 }
 
-/// While permits are held, a claim that states another number of units is busy. The response
-/// contains the number that the held permits state, and the store keeps no record of the claim. It
-/// is granted once no permit is held.
+/// While permits are held, a claim that states a different total of units is busy. The response
+/// contains the total that the held permits state, and the store keeps no record of the claim. Once
+/// no permit is held, such a claim is granted.
 pub async fn another_number_of_units_is_reported_while_permits_are_held(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 5)).await;
@@ -392,7 +392,7 @@ pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
 /// semaphore has. Each caller acquires its units.
 pub async fn a_semaphore_limits_the_callers_of_several_processes(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
-    let section = Arc::new(Section::default());
+    let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
     for n in 0..8_u32 {
         let semaphore = semaphore(&registries[n as usize % 2], 3);
@@ -452,9 +452,9 @@ pub async fn units_out_of_range_are_refused_before_any_request(context: &TestCon
     assert_eq!(faulty.requests(), 0, "a request was sent");
 }
 
-/// While a permit is held, a semaphore of the same key that states another number of units returns
-/// `LockError::UnitsMismatch` with both numbers, with and without a wait. Afterwards, the other
-/// number works.
+/// While a permit is held, a semaphore of the same key that states a different total of units
+/// returns `LockError::UnitsMismatch` with both totals, with and without a wait. After the release,
+/// its permits are granted.
 pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = semaphore(&local, 3).acquire().await.expect("a unit is free");
@@ -595,8 +595,8 @@ pub async fn a_dropped_caller_or_guard_returns_its_units(context: &TestContext) 
     unlock(one).await;
 }
 
-/// `resize` waits until no permit is held, and blocks new ones meanwhile. Afterwards the semaphore
-/// and its clones have the new number of units. This includes callers that waited for it.
+/// `resize` waits until no permit is held, and blocks new ones meanwhile. Afterwards, the semaphore
+/// and its clones have the new number of units. Calls that waited behind the resize use it too.
 pub async fn a_semaphore_is_resized_when_no_permit_is_held(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let ours = semaphore(&local, 2);
@@ -726,7 +726,7 @@ pub async fn acquire_many_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
-/// A lost reply to an attempt is retried, and takes no further units.
+/// An attempt whose reply was lost is repeated, and takes its units only once.
 pub async fn a_permit_with_a_lost_reply_takes_its_units_once(context: &TestContext) {
     let lost = crate::faulty::Fault::LoseReply;
     let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, lost)).await;

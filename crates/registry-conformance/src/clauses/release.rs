@@ -95,7 +95,8 @@ pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
 pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let claim = context.held_claim(&*first, context.long_lease()).await;
-    // If the reply to an acquire was lost, the engine has only the claim as it was created.
+    // In a release, the engine sends the number of used tokens, and the lease of the acquire even
+    // after an extension.
     assert_freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7))
         .await;
     assert!(is_free(&*first, claim.key()).await);

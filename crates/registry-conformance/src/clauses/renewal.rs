@@ -203,8 +203,8 @@ pub async fn an_empty_batch_has_no_answers(context: &TestContext) {
     assert!(context.client().await.renew(&[]).await.is_empty());
 }
 
-/// The largest batches that a backend permits are answered completely and in order, 1,500 claims in
-/// all, even if the store limits the size of a request, such as the parameters of a SQL statement.
+/// A backend answers batches of its `batch_max` completely and in order, for 1,500 claims in total.
+/// This holds even if the store limits a request, for example the parameters of a SQL statement.
 pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
     let client = context.client().await;
     let claims: Vec<_> = (0..1_500)

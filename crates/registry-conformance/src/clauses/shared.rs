@@ -17,7 +17,7 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
+    CriticalSection, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
     attempt, is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Faults, Operation};
@@ -83,7 +83,7 @@ pub async fn a_writer_is_granted_after_the_last_reader(context: &TestContext) {
 /// another claim.
 pub async fn concurrent_readers_and_writers_never_hold_together(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
-    let section = Arc::new(Section::default());
+    let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
     for n in 0..12 {
         let (client, section) = (Arc::clone(&clients[n % 3]), Arc::clone(&section));
@@ -440,7 +440,7 @@ pub async fn a_writer_that_gives_up_wakes_a_waiting_reader(context: &TestContext
 }
 
 /// A mode that the store does not have is refused with the name of the capability, before any
-/// request. So is a conversion by a store without conversions.
+/// request. A conversion is refused in the same way by a store without upgradable locks.
 pub async fn a_mode_that_the_store_does_not_have_is_refused_before_any_request(
     context: &TestContext,
 ) {
@@ -589,8 +589,8 @@ pub async fn a_dropped_waiting_lock_call_lets_readers_in(context: &TestContext) 
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// A `lock` future that waits for readers and is left unpolled blocks new readers for about a lease
-/// at most. Polled again, the future acquires the lock after the last reader.
+/// If a `lock` future that waits for readers is not polled, it blocks new readers for about a lease
+/// at most. If the future is polled again, it acquires the lock after the last reader.
 pub async fn an_unpolled_waiting_lock_call_lets_readers_in(context: &TestContext) {
     let (reading, writing) =
         (context.registry().await, context.registry_with_lease(context.short_lease()).await);
@@ -867,7 +867,7 @@ pub async fn close_ends_readers_and_waiting_callers(context: &TestContext) {
 /// several callers each.
 pub async fn critical_sections_of_readers_and_writers_never_overlap(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
-    let section = Arc::new(Section::default());
+    let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
     for n in 0..8 {
         let (lock, section) = (registries[n % 2].obtain("orders:42"), Arc::clone(&section));
@@ -937,7 +937,7 @@ pub async fn a_lock_call_behind_a_reader_may_be_dropped_at_every_poll(context: &
     .await;
 }
 
-/// A lost reply to a reader's attempt is retried, and leaves no second grant.
+/// A reader's attempt whose reply was lost is repeated, and leaves no second grant.
 pub async fn a_read_with_a_lost_reply_leaves_no_grant(context: &TestContext) {
     let lost = crate::faulty::Fault::LoseReply;
     let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, lost)).await;

@@ -16,7 +16,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::context::{
-    Section, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
+    CriticalSection, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
     attempt, is_free, key, release, renew, unlock,
 };
 use crate::faulty::{Fault, Faults, Operation};
@@ -400,7 +400,8 @@ pub async fn an_upgrade_is_granted_after_the_readers_expire(context: &TestContex
     assert_freed(&*first, &claim).await;
 }
 
-/// A conversion extends the lease of its claim to at least its own lease, and never shortens it.
+/// A conversion with a longer lease extends the lease of its claim. A conversion with a shorter
+/// lease does not shorten it.
 pub async fn a_conversion_extends_the_lease_and_never_shortens_it(context: &TestContext) {
     let client = context.client().await;
     let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared];
@@ -609,7 +610,8 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// A `lost` future that was obtained before a conversion reports a loss after it, and no earlier.
+/// A `lost` future that was obtained before a conversion stays pending during the conversion. It
+/// reports a loss that occurs after the conversion.
 pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = acquire_upgradable(&registry).await;
@@ -865,7 +867,7 @@ pub async fn close_ends_a_waiting_upgrade(context: &TestContext) {
 /// holder overlaps with another holder.
 pub async fn upgraded_sections_never_overlap_with_others(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
-    let section = Arc::new(Section::default());
+    let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
     for n in 0..6 {
         let (lock, section) = (registries[n % 2].obtain("orders:42"), Arc::clone(&section));
@@ -965,7 +967,7 @@ fn conversion(claim: &Claim, grant: Grant, to: ClaimMode) -> Claim {
     claim.clone().converted_to(to).restricted_to_grant(grant.token)
 }
 
-/// Asserts that the grant of `conversion` has ended.
+/// Asserts that the store answers `conversion` with `Gone`.
 async fn assert_gone(client: &dyn LockBackend, conversion: &Claim) {
     let answer = attempt(client, conversion).await;
     assert_eq!(answer, Attempt::Gone, "{conversion:?}");

@@ -122,8 +122,8 @@ pub async fn a_holder_of_a_broken_lock_does_not_write_the_value(context: &TestCo
     assert_eq!(read(&*client, "orders:42").await, None);
 }
 
-/// A write does not replace a value whose token is larger. Such a write is late: it belongs to a
-/// hold before a hand-over of the claim.
+/// A write does not replace a value whose token is larger. Such a write is late: its token belongs
+/// to an earlier hold of the claim.
 pub async fn a_late_write_does_not_replace_a_newer_value(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(5);

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-/// A call of the backend SPI.
+/// A method of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {

@@ -10,8 +10,8 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// The number of the reply with which the helper process reports that it is ready. No message has
-/// this number.
+/// [`Reply::reply_to`] of the reply that reports the helper process as ready. No message has this
+/// number.
 pub const READY: u64 = 0;
 
 /// A message to the helper process.
@@ -26,7 +26,7 @@ pub enum Message<Q> {
     Close(u64),
 }
 
-/// The reply to the message with this number.
+/// The reply to one message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::exhaustive_structs, reason = "both sides come from one build")]
 pub struct Reply<E> {
@@ -55,10 +55,11 @@ pub fn to_line(content: &impl Serialize) -> String {
     serde_json::to_string(content).expect("a message can be represented in JSON") + "\n"
 }
 
-/// Writes a line of the helper process. Ignores errors, because the reader may have ended.
+/// Writes `content` as one line to the standard output. Ignores errors, because the reader may have
+/// ended.
 ///
 /// # Panics
-/// As [`to_line()`].
+/// If `content` cannot be represented in JSON.
 pub fn print_line(content: &impl Serialize) {
     print_text(&to_line(content));
 }
@@ -69,12 +70,14 @@ fn print_text(text: &str) {
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
-/// Executes the messages on this process's standard input. Returns at the end of the input, or with
-/// the number of a [`Message::Close`], which the caller answers. Also returns the requests in
-/// execution. `execute` returns the result of a request.
+/// Executes the messages on this process's standard input, until the input ends or a
+/// [`Message::Close`] arrives. `execute` returns the result of a request.
+///
+/// Returns the number of that `Close`, to which the caller must reply, and the requests in
+/// execution.
 ///
 /// # Cancel safety
-/// Dropping the future drops the requests in execution. No further input is read.
+/// Dropping the future drops the requests in execution. Further messages are ignored.
 pub async fn execute_messages<Q, E, F>(execute: impl Fn(Q) -> F) -> (Option<u64>, JoinSet<()>)
 where
     Q: DeserializeOwned + Send + 'static,

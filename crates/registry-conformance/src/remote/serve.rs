@@ -29,7 +29,7 @@ pub(super) enum BackendRequest {
 /// [`Message::Close`](super::protocol::Message::Close) arrives.
 ///
 /// # Cancel safety
-/// Dropping the future drops the requests in execution. No further input is read.
+/// Dropping the future drops the requests in execution. Further messages are ignored.
 pub async fn serve(backend: Arc<dyn LockBackend>) {
     let client = Arc::clone(&backend);
     let (close, mut tasks) = execute_messages(move |request| {

@@ -58,7 +58,7 @@ macro_rules! bugs {
 }
 
 bugs! {
-    a_release_by_another_claim_is_found: ReleaseWithoutOwner => [
+    a_release_by_another_claim_is_found: ReleaseByOtherClaim => [
         "release::releasing_another_claim_does_not_free_the_key",
         "release::a_late_release_does_not_free_the_successor",
         "expiry::an_expired_claim_does_not_affect_its_successor",

@@ -73,7 +73,7 @@ async fn a_late_repetition_takes_effect_after_everything_else() {
     faulty.try_acquire(&held).await.unwrap();
     assert_eq!(faulty.release(&held).await.unwrap(), Release::Freed);
     assert!(!is_held(&store, "a").await);
-    faulty.wait_for_late_requests().await;
+    faulty.wait_for_late_repetitions().await;
     assert!(is_held(&store, "a").await, "the repeated acquire took effect after the release");
 }
 

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StoreBug {
     None,
-    ReleaseWithoutOwner,
+    ReleaseByOtherClaim,
     ReleaseComparesLease,
     ReleaseIgnoresKey,
     ReleaseIsDelayed,
@@ -337,7 +337,7 @@ impl LockBackend for TinyBackend {
                 _ => self.row_name(claim.key()),
             };
             let ours = rows.get(&name).is_some_and(|row| {
-                (row.id == claim.id() || self.bug == StoreBug::ReleaseWithoutOwner)
+                (row.id == claim.id() || self.bug == StoreBug::ReleaseByOtherClaim)
                     && (row.lease == claim.lease() || self.bug != StoreBug::ReleaseComparesLease)
             });
             match rows.get_mut(&name).filter(|_| ours) {

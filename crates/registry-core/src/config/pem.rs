@@ -128,7 +128,8 @@ fn read_private_key(store: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
         misconfigured(store, problem).with_source(error)
     })?;
     if !contains_marker(&pem, "PRIVATE KEY-----") || contains_marker(&pem, "ENCRYPTED") {
-        let problem = "the file of option `key` contains no PEM private key without a passphrase";
+        let problem =
+            "the file of option `key` must contain a PEM private key without a passphrase";
         return Err(misconfigured(store, problem));
     }
     Ok(pem)

@@ -182,7 +182,7 @@ impl<'a> UrlParts<'a> {
             hosts.split(',').map(|host| parse_host(host, default_port)).collect();
         let Some(servers) = servers else {
             return Err(self.invalid(&format!(
-                "contains an invalid server in its list, not a host with an optional port from 1 to 65535; {syntax}; percent-encode \
+                "lists an invalid server; each must be a host with an optional port from 1 to 65535; {syntax}; percent-encode \
                  special characters in a password, `/` as `%2F`"
             )));
         };

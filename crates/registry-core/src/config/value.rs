@@ -76,7 +76,7 @@ pub fn parse_switch(text: &str) -> Result<bool, InvalidValue> {
 pub fn parse_count(text: &str) -> Result<u32, InvalidValue> {
     text.parse().map_err(|_| {
         InvalidValue::new(format!(
-            "is not a number in range; write a whole number from 0 to {}",
+            "is not a whole number from 0 to {}; write a number in this range",
             u32::MAX
         ))
     })

@@ -318,7 +318,7 @@ const HELD: MetricDescription =
 const HOLD_SECONDS: MetricDescription = histogram(
     "lock_registry_hold_seconds",
     &[MODE],
-    "time for which a caller held a lock, until its release, loss or conversion began",
+    "time for which a caller held a lock, until its release began or the lock was lost or converted",
 );
 const LOST: MetricDescription = counter(
     "lock_registry_lost_total",

@@ -5,11 +5,12 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 /// How the label `name` of a metric is derived from a key: `orders/42` becomes `orders/*`.
 ///
-/// A key that matches a [pattern](Self::pattern) has the pattern as its name. In any other key, the
-/// parts that look like identifiers become `*`: numbers, dates, UUIDs, hashes, three or more digits
-/// at the end of a part, and long or alternating mixtures of letters and digits. The number of
-/// different derived names is [limited](Self::limit). A key that would need a further name has the
-/// name `other`.
+/// A key that matches a [pattern](Self::pattern) has the pattern as its name. Any other key is
+/// split into parts at punctuation such as `/`, `:` and `_`. The parts that look like identifiers
+/// become `*`: numbers, dates, UUIDs, hashes, and long or alternating mixtures of letters and
+/// digits. Three or more digits at the end of a part also become `*`. The number of different
+/// derived names is [limited](Self::limit). A key that would need a further name has the name
+/// `other`.
 ///
 /// # Examples
 /// ```

@@ -17,7 +17,7 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 /// |---|---|
 /// | warn | lost locks, failed renewals, claims that stay in the store until their lease ends |
 /// | info | a registry begins or ends closing; a leader's term begins or ends |
-/// | trace | local waits, busy responses, renewals |
+/// | trace | local waits, busy responses, confirmed renewals |
 /// | debug | all other logged events |
 ///
 /// The observer also creates three spans of level info. Their parent is the span in which the call
@@ -28,7 +28,7 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 /// |---|---|
 /// | `wait` | from the call until it ends |
 /// | `hold` | from the acquisition until the last guard is gone, or the lock is lost or converted |
-/// | `release` | from the release until the store has confirmed it, or the claim was handed over |
+/// | `release` | from the release until it succeeds or fails, or the claim is handed over |
 ///
 /// Their fields are `key`, `mode`, `store`, `token` and `outcome`. `outcome`, and the `token` of
 /// `wait`, are recorded at the end.

@@ -8,18 +8,23 @@
 )]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, ConfigError, LockBackend, LockError, LockOptions,
-    LockRegistry, LockRegistryExt, LostReason, MemoryBackend, Owner, Registry, RegistryBuilder,
-    Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ConfigError, FencingToken, Grant,
+    GuaranteeClass, LockBackend, LockError, LockOptions, LockRegistry, LockRegistryExt, LostReason,
+    MemoryBackend, Owner, Reach, Registry, RegistryBuilder, Release, Renewal,
 };
 use tokio::time::advance;
 
 fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
+}
+
+fn millis(millis: u64) -> Duration {
+    Duration::from_millis(millis)
 }
 
 fn two_processes() -> (Registry, Registry) {
@@ -227,6 +232,86 @@ async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
         next.unlock().await.unwrap();
         ours.idle().await;
     }
+}
+
+/// A store that keeps no grants, and counts the releases.
+#[derive(Debug)]
+struct ReleaseCounter {
+    /// The time until the response to an attempt.
+    response_time: Duration,
+    respond: fn(&Claim, u64) -> Result<Attempt, BackendError>,
+    attempts: AtomicU64,
+    releases: AtomicU64,
+}
+
+#[async_trait]
+impl LockBackend for ReleaseCounter {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("counter", GuaranteeClass::Volatile, Reach::Network)
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
+        tokio::time::sleep(self.response_time).await;
+        (self.respond)(claim, attempt)
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        claims.iter().map(|_| Ok(Renewal::Gone)).collect()
+    }
+
+    async fn release(&self, _claim: &Claim) -> Result<Release, BackendError> {
+        self.releases.fetch_add(1, Ordering::Relaxed);
+        Ok(Release::NotHeld)
+    }
+}
+
+/// Drops a `lock()` after `wait`, and returns the number of releases within twice the lease.
+async fn releases_after_a_dropped_lock(
+    lease: Duration,
+    response_time: Duration,
+    wait: Duration,
+    respond: fn(&Claim, u64) -> Result<Attempt, BackendError>,
+) -> u64 {
+    let (attempts, releases) = (AtomicU64::new(0), AtomicU64::new(0));
+    let store = Arc::new(ReleaseCounter { response_time, respond, attempts, releases });
+    let registry = Registry::builder(Arc::clone(&store) as _).timeout(secs(5)).build().unwrap();
+    let lock = registry.obtain("k");
+    let locking = lock.lock_with(LockOptions::new().lease(lease));
+    assert!(tokio::time::timeout(wait, locking).await.is_err());
+    tokio::time::sleep(lease * 2).await;
+    assert!(store.attempts.load(Ordering::Relaxed) > 0);
+    store.releases.load(Ordering::Relaxed)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_grant_that_arrives_after_its_lease_is_released_once_if_it_cannot_be_granted_again() {
+    let granted = |claim: &Claim, _| {
+        Ok(Attempt::Granted(Grant::new(FencingToken::new(1).unwrap(), claim.lease())))
+    };
+    // The first response arrives after 3 s. The second attempt has no response before the drop.
+    let releases = releases_after_a_dropped_lock(secs(2), secs(3), secs(4), granted).await;
+    assert_eq!(releases, 2, "one for each of the two claims");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queued_claim_whose_last_attempt_was_refused_is_released_once() {
+    let queued_then_refused = |_: &Claim, attempt| match attempt {
+        0 => Ok(Attempt::Busy(Busy::new().with_queue_entry())),
+        _ => Err(BackendError::transient("the server is busy").as_refused()),
+    };
+    // The drop is during the second attempt.
+    let (lease, response_time, wait) = (secs(2), millis(500), millis(900));
+    let releases = releases_after_a_dropped_lock(lease, response_time, wait, queued_then_refused);
+    assert_eq!(releases.await, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_lease_causes_few_releases_of_grants_that_may_arrive_late() {
+    let unknown = |_: &Claim, _| Err(BackendError::transient("the response is lost"));
+    let releases = releases_after_a_dropped_lock(secs(3_600), millis(10), millis(100), unknown);
+    let releases = releases.await;
+    assert!((2..200).contains(&releases), "{releases}");
 }
 
 /// Returns the time in which 20,000 waiting callers acquire and release the lock one after another.

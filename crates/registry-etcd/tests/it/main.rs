@@ -7,3 +7,4 @@ mod many_waiters;
 mod peers;
 mod traffic;
 mod upgraded_tokens;
+mod values;

@@ -74,11 +74,11 @@ impl Dialect for MySql {
         statement::send(connection, statement, mode)
     }
 
-    fn send_plain(
+    fn simple_query(
         connection: &mut MySqlConnection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<MySqlRow>, sqlx::Error>> {
-        statement::send_plain(connection, text)
+        statement::simple_query(connection, text)
     }
 
     fn number(row: &MySqlRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
@@ -114,8 +114,8 @@ impl Dialect for MySql {
         })
     }
 
-    /// The fence of a newer holder may have locked the row. If the row names a holder, the key is
-    /// busy.
+    /// If the row contains a grant, whose fence may have locked the row, returns the result for
+    /// this grant. Otherwise returns `error`.
     async fn attempt_on_locked_row(
         table: &MySqlLeaseTable,
         claim: &Claim,
@@ -142,7 +142,8 @@ impl Dialect for MySql {
         let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has the same effect as a single renewal, so it may be sent again.
         let answer = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
-        let renewal = SentRenewal { client, claims, requested_at, changed: answer.changed_rows };
+        let renewal =
+            ExecutedRenewal { client, claims, requested_at, changed: answer.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [ids]);
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
@@ -217,8 +218,8 @@ impl Dialect for MySql {
         diagnose::check_server(store).await
     }
 
-    async fn check_connection_limit(table: &MySqlLeaseTable) -> Result<Vec<Finding>, BackendError> {
-        diagnose::check_connection_limit(table).await
+    async fn diagnose_row_locks(table: &MySqlLeaseTable) -> Result<Vec<Finding>, BackendError> {
+        diagnose::diagnose_row_locks(table).await
     }
 
     async fn lock_in(
@@ -269,14 +270,14 @@ pub(super) fn claim_count(claims: &[&Claim]) -> Value {
 }
 
 /// A renewal that the server has executed. All claims have the same lease.
-pub(super) struct SentRenewal<'a> {
+pub(super) struct ExecutedRenewal<'a> {
     pub(super) client: &'a SqlClient<MySql>,
     pub(super) claims: &'a [&'a Claim],
     pub(super) requested_at: Instant,
     pub(super) changed: u64,
 }
 
-impl SentRenewal<'_> {
+impl ExecutedRenewal<'_> {
     /// Returns one answer for each claim. The query `unexpired` returns the holders of the keys and
     /// their times left. `holder` converts a claim to the form of that query's first column.
     pub(super) async fn answers<H>(
@@ -409,8 +410,8 @@ struct HolderConnection {
 const ROW_CHECK_PAUSES: [Duration; 4] =
     [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
 
-/// The pauses between a release's checks whether the row of a fenced claim is unlocked. Checks of
-/// other clients lock the row for less than the sum of these pauses.
+/// The pauses between the checks by which a release waits until the row of a fenced claim is
+/// unlocked. Checks of other clients lock the row for less than the sum of these pauses.
 const FENCE_CHECK_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),

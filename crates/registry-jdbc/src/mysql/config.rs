@@ -59,7 +59,7 @@ impl MySqlConfig {
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
         if !matches!(&*url.scheme, "mysql" | "mariadb") {
-            return Err(url.invalid("has no scheme of MySQL; use `mysql` or `mariadb`"));
+            return Err(url.invalid("has no MySQL scheme; use `mysql` or `mariadb`"));
         }
         let parsed = ServerUrl::parse(url, PORT)?;
         let config = match parsed.address {

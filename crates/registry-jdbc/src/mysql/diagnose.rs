@@ -37,7 +37,7 @@ pub(super) async fn check_server(store: &Store<MySql>) -> Result<Vec<Finding>, B
 }
 
 /// Returns a finding if the server's connection limit is too low for `row_locks`.
-pub(super) async fn check_connection_limit(
+pub(super) async fn diagnose_row_locks(
     table: &MySqlLeaseTable,
 ) -> Result<Vec<Finding>, BackendError> {
     let limit = StatementText::positional(CONNECTION_LIMIT, &[]);
@@ -67,7 +67,7 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
     }
     if value("innodb_flush_method").eq_ignore_ascii_case("nosync") {
         findings.push(Finding::warning(
-            "innodb_flush_method is nosync: a crash of the host may free or damage locks; choose another one",
+            "innodb_flush_method is nosync: a crash of the host may free or damage locks; choose another method",
         ));
     }
     if value("innodb_doublewrite").eq_ignore_ascii_case("OFF") {

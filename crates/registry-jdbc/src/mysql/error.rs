@@ -62,8 +62,7 @@ impl ServerErrors for MySql {
     }
 }
 
-/// Adds a hint to the error of an attempt to end the connection that holds a row, if the user lacks
-/// the right.
+/// Adds a hint to `error` if the user lacks the right to end the connection that holds the key.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
@@ -124,7 +123,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         }
         LOCK_WAIT_TIMEOUT => (
             Transient,
-            "another transaction kept the lock's row locked for too long, perhaps one with a fence",
+            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long",
             false,
         ),
         // Connection limits: of the server, of this user, of this user per hour.
@@ -219,7 +218,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         1030 | 1034 | 1035 | 1194 | 1195 => {
             (Protocol, "the server's storage failed; see its log", false)
         }
-        // Any other number is a program fault, which a retry does not fix.
+        // Any other number points to a bug, which a retry does not fix.
         _ => (Protocol, "the server returned an unexpected error; see its log", false),
     };
     MySqlErrorClass { kind, message, ends_connection }

@@ -17,8 +17,9 @@ use sqlx::{MySql, MySqlConnection, Row};
 use tokio::time::{Instant, sleep};
 
 use super::backend::{MySqlLeaseTable, is_locked};
+use super::error;
 use super::release_poller;
-use super::statement::send_plain;
+use super::statement::simple_query;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
@@ -68,6 +69,7 @@ async fn attempt(
     // not see all writes before the grant. A read that locks the meta row opens no snapshot.
     let meta = send(connection, key, &table.store.statements.meta_locking_read, []).await?;
     check_database(table, meta.as_ref(), 1, key)?;
+    check_writable(meta.as_ref(), 2, key)?;
     Ok(None)
 }
 
@@ -94,7 +96,8 @@ async fn try_lock(
     let values = [id(), Value::MaybeBytes(claim), newest_token];
     let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
     check_database(table, seen.as_ref(), 0, key)?;
-    if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
+    check_writable(seen.as_ref(), 2, key)?;
+    if is_false(seen.as_ref(), 1) {
         // The snapshot is older than the last grant, so the transaction would read rows that the
         // holder of that grant has overwritten.
         return Err(LockInError::conflict(key, None));
@@ -114,7 +117,7 @@ async fn send(
     values: impl Into<Vec<Value>>,
 ) -> Result<Option<MySqlRow>, LockInError> {
     let text = Statement::new(text, values).inlined::<MySql>();
-    let rows = send_plain(connection, text).await.map_err(|error| classify(key, error))?;
+    let rows = simple_query(connection, text).await.map_err(|error| classify(key, error))?;
     Ok(rows.into_iter().next())
 }
 
@@ -134,6 +137,19 @@ fn check_database(
     }
 }
 
+/// Returns an error if the server of the caller's connection is read-only. It may be another server
+/// than that of the store's connections. `column` of `row` contains whether it is writable.
+fn check_writable(row: Option<&MySqlRow>, column: usize, key: &Key) -> Result<(), LockInError> {
+    if is_false(row, column) {
+        return Err(LockInError::backend(key, error::read_only(error::STORE)));
+    }
+    Ok(())
+}
+
+fn is_false(row: Option<&MySqlRow>, column: usize) -> bool {
+    row.is_some_and(|row| row.try_get::<i64, _>(column).is_ok_and(|value| value == 0))
+}
+
 fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     if MySql::is_no_such_table(&source) {
         LockInError::other_database(key)
@@ -144,24 +160,35 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     }
 }
 
-/// Returns whether the key has no lease. If so, also ensures that the row exists and was written
-/// after the end of the last grant.
+/// Creates the row if it is missing, and removes the claim of an ended grant. Returns true if the
+/// row contains no lease and was written after the end of the last grant. Returns false if another
+/// client holds a lease, has just inserted the row, or keeps the row of an ended grant locked.
+/// Returns an error if the server is read-only.
 async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendError> {
     let (store, texts) = (&table.store, &table.store.statements);
     let change = async |text, values: Vec<Value>| {
         let statement = Statement::new(text, values);
         store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
     };
-    if let Some(row) = store.query(&texts.is_free, [table.id_value(key)]).await?.first() {
-        let (is_free, has_claim) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
-        if !is_free || !has_claim {
-            return Ok(is_free);
+    let Some(row) = store.query(&texts.is_free, [table.id_value(key)]).await?.into_iter().next()
+    else {
+        let values = vec![table.id_value(key), table.namespace_value(), Value::key(key)];
+        let is_inserted = change(&texts.insert_row, values).await?.changed_rows > 0;
+        if !is_inserted {
+            // Another client has inserted the row, or the server is read-only.
+            store.check_meta().await?;
         }
-        return Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.changed_rows > 0);
+        return Ok(is_inserted);
+    };
+    let (is_free, has_claim) = (flag::<MySql>(&row, 0)?, flag::<MySql>(&row, 1)?);
+    if !flag::<MySql>(&row, 2)? {
+        store.check_meta().await?;
+        return Ok(false);
     }
-    let values = vec![table.id_value(key), table.namespace_value(), Value::key(key)];
-    change(&texts.insert_row, values).await?;
-    Ok(true)
+    if !is_free || !has_claim {
+        return Ok(is_free);
+    }
+    Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.changed_rows > 0)
 }
 
 /// The longest pause between two attempts of a waiting transaction. Between two guards of another

@@ -11,12 +11,12 @@ use super::client::MySqlClient;
 use super::config::MySqlConfig;
 use super::error::{self, is_table_denied};
 use super::sql::{self, MySqlStatements};
-use super::statement::send_plain;
+use super::statement::simple_query;
 use crate::server::statement::number;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, Statement, Value, read_meta};
 
-/// Opens the store on an exclusively used connection. Dropping the future closes the connection,
-/// and the server rolls unfinished work back.
+/// Opens the store on an exclusively used connection. Dropping the future closes the connection.
+/// Tables that the server has already created remain.
 pub(super) async fn open(
     config: &MySqlConfig,
     client: &MySqlClient,
@@ -82,8 +82,8 @@ async fn create_tables(
     Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
 }
 
-/// Refuses tables of a version before the first release, whose column cannot contain the record of
-/// several claims.
+/// Refuses tables of a version before the first release, whose column `label` is too small for the
+/// record of several claims.
 async fn check_label_column(
     texts: &MySqlStatements,
     database: &str,
@@ -93,7 +93,7 @@ async fn check_label_column(
     let table = format!("{prefix}_locks");
     let values = [Value::bytes(database.as_bytes()), Value::bytes(table.as_bytes())];
     let text = Statement::new(&texts.label_size, values).inlined::<MySql>();
-    let rows = send_plain(connection, text).await.map_err(MySql::explain)?;
+    let rows = simple_query(connection, text).await.map_err(MySql::explain)?;
     let Some(row) = rows.first() else { return Ok(()) };
     if number::<MySql>(row, 0)? >= LABEL_SIZE {
         return Ok(());
@@ -108,13 +108,13 @@ async fn fetch_meta(
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
     // Tables of an older version lack the newest table. The caller then creates the missing tables.
-    match send_plain(connection, texts.has_newest_table.as_str().to_owned()).await {
+    match simple_query(connection, texts.has_newest_table.as_str().to_owned()).await {
         // A user without rights on the newest table, that of waiters, can lock.
         Err(error) if is_table_denied(&error) => {}
         found => _ = found?,
     }
     let statements: &RowStatements = texts.as_ref();
-    send_plain(connection, statements.meta.as_str().to_owned()).await
+    simple_query(connection, statements.meta.as_str().to_owned()).await
 }
 
 /// The minimum size of the column `label`, in bytes.

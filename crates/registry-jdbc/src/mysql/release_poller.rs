@@ -7,7 +7,7 @@
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
 //!   and 250 ms. It varies randomly by up to a fifth. So after a wait of one second, the task sees
-//!   a release about an eighth of a second late. A long wait costs the server few polls.
+//!   a release at most about an eighth of a second late. A long wait costs the server few polls.
 //! - After each poll, the task pauses for nine times the duration of the poll, but for at most one
 //!   second. So the task polls a slow server less often.
 //! - The task wakes a waiter if the waiter's key is free, or if another grant than before holds the
@@ -63,7 +63,7 @@ struct PolledWaiter {
     /// The version of the row that the waiter's attempt found: the token of the grant, or `since`
     /// of the record.
     known_version: u64,
-    since: Instant,
+    started_at: Instant,
     /// When to poll next.
     due: Instant,
 }
@@ -78,7 +78,8 @@ impl MySqlReleasePoller {
     /// the caller's attempt found.
     pub(super) async fn wait(&self, row: RowId, known_version: u64) {
         let (waiters, now) = (&self.shared.waiters, Instant::now());
-        let polled = PolledWaiter { known_version, since: now, due: now + jittered(PAUSE_MIN) };
+        let polled =
+            PolledWaiter { known_version, started_at: now, due: now + jittered(PAUSE_MIN) };
         let waiter = waiters.register(row, polled);
         waiters.ensure_task(|| Handle::current().spawn(Arc::clone(&self.shared).run()));
         waiter.woken().await;
@@ -158,8 +159,10 @@ impl PollerShared {
 
     /// Polls the due keys and wakes their waiters as needed.
     async fn poll_due(&self) {
-        let mut answered = true;
-        for rows in self.take_due().chunks(sql::LIST_SIZES[sql::LIST_SIZES.len() - 1]) {
+        let due = self.take_due();
+        // Without a due key, for example after its waiter gave up, this sends no query.
+        let mut answered = !due.is_empty();
+        for rows in due.chunks(sql::LIST_SIZES[sql::LIST_SIZES.len() - 1]) {
             // A store error wakes no waiter. The waiter's next attempt receives the error and
             // returns it.
             match self.query_held(rows).await {
@@ -178,7 +181,7 @@ impl PollerShared {
         let now = Instant::now();
         let mut rows = Vec::new();
         self.waiters.for_each(|row, waiter| {
-            let pause = pause(now.saturating_duration_since(waiter.since));
+            let pause = pause(now.saturating_duration_since(waiter.started_at));
             if waiter.due <= now + pause / 2 {
                 waiter.due = now + jittered(pause);
                 rows.push(*row);

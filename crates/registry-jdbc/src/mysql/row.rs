@@ -13,17 +13,17 @@ use super::client::{read, send_once};
 use super::error;
 use super::release_poller;
 use super::sql;
-use super::statement::{send, send_plain};
+use super::statement::{send, simple_query};
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
-    RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
+    ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockPermit, RowLockPool, RowStatements,
+    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
 /// Sends the statements of the sessions. Each session holds the row of one lock.
 pub(crate) struct MySqlRowProtocol {
     table: Arc<MySqlLeaseTable>,
-    connections: RowLockConnections<MySqlConnection>,
+    connections: RowLockPool<MySqlConnection>,
 }
 
 /// A connection for one lock.
@@ -109,19 +109,21 @@ impl MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
-        send_plain(&mut connected.connection, "START TRANSACTION".into()).await.map_err(broken)?;
+        simple_query(&mut connected.connection, "START TRANSACTION".into())
+            .await
+            .map_err(broken)?;
         let text = &self.table.store.statements.row_lock;
         let lock = Statement::new(text, [self.table.id_value(claim.key()), Value::claim(claim)]);
         let lock = send(&mut connected.connection, &lock, QueryMode::Prepared).await;
         let rows = lock.map_err(broken)?.rows;
         let Some(row) = rows.first() else {
-            send_plain(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
+            simple_query(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
             return Ok(false);
         };
         let connection_id = read(row, 0)?;
         let statements =
             format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::holder_lock_name(claim.id()));
-        let holder_lock = send_plain(&mut connected.connection, statements).await;
+        let holder_lock = simple_query(&mut connected.connection, statements).await;
         let has_holder_lock = match holder_lock {
             Ok(_) => true,
             // Some clusters have no named locks. On such a cluster, listings omit the holder.
@@ -138,7 +140,7 @@ impl SessionProtocol for MySqlRowProtocol {
     type Connection = MySqlRowConnection;
 
     async fn open(table: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(table.store.settings().row_locks), table })
+        Ok(Self { connections: RowLockPool::new(table.store.settings().row_locks), table })
     }
 
     fn table(&self) -> &MySqlLeaseTable {
@@ -174,7 +176,7 @@ impl SessionProtocol for MySqlRowProtocol {
         }
         let Some(token) = claimed? else { return Ok(LockAttempt::Busy(None)) };
         let locked = self.lock(connected, claim).await?;
-        let grant = plan.grant_from_write(claim, i64::from(token), false).filter(|_| locked);
+        let grant = plan.grant_from_write(claim, i64::from(token), None).filter(|_| locked);
         Ok(grant.map_or(LockAttempt::Busy(None), LockAttempt::Grant))
     }
 
@@ -186,7 +188,7 @@ impl SessionProtocol for MySqlRowProtocol {
         let has_holder_lock =
             connected.transaction.as_ref().is_some_and(|held| held.has_holder_lock);
         let end = if has_holder_lock { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
-        send_plain(&mut connected.connection, end.into()).await.map_err(broken)?;
+        simple_query(&mut connected.connection, end.into()).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
@@ -198,12 +200,12 @@ impl SessionProtocol for MySqlRowProtocol {
         // If the transaction has ended, the statement fails, because its savepoint no longer
         // exists.
         let rows =
-            send_plain(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
+            simple_query(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let expected_id = connected.transaction.as_ref().map(|held| held.connection_id);
         if Some(read::<u64>(row, 0)?) != expected_id {
             return Err(SessionFailure::Broken(MySql::misconfigured(
-                "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
+                "row locks do not work through a proxy that gives each statement another connection; connect to the server directly, or set mode=lease",
             )));
         }
         if read::<i64>(row, 1)? == 0 {

@@ -40,7 +40,7 @@ impl MySqlSessionConnection {
             return Ok(());
         }
         Err(SessionFailure::Broken(MySql::misconfigured(
-            "session locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
+            "session locks do not work through a proxy that gives each statement another connection; connect to the server directly, or set mode=lease",
         )))
     }
 }
@@ -89,13 +89,12 @@ impl MySqlSessionProtocol {
         if let Some(granted) = now_if_unchanged.and_then(|now| plan.grant_from_reservation(now)) {
             return Ok(Some(granted));
         }
-        let is_consecutive = now_if_unchanged.is_some();
         let values = [
             self.table.id_value(claim.key()),
             self.table.namespace_value(),
             Value::key(claim.key()),
             Value::claim(claim),
-            Value::Number(plan.tokens_to_write(is_consecutive)),
+            Value::Number(plan.tokens_to_write(now_if_unchanged)),
             Value::label(claim),
         ];
         let text = &self.table.store.statements.session_write_claim;
@@ -106,7 +105,7 @@ impl MySqlSessionProtocol {
         }
         let token = i64::try_from(token).ok();
         let granted =
-            token.and_then(|token| plan.grant_from_write(claim, token, is_consecutive)).map(Some);
+            token.and_then(|token| plan.grant_from_write(claim, token, now_if_unchanged)).map(Some);
         granted.ok_or_else(|| SessionFailure::Broken(corrupt::<MySql>("a row's token is invalid")))
     }
 
@@ -276,7 +275,8 @@ pub(super) async fn connect(
 const CHECK_SESSION: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
-/// How long a statement waits for a row. The server accepts only whole seconds.
+/// How long a statement waits for a row. The server accepts only whole seconds. For session locks,
+/// [`sql::SESSION_WAITS_FOR_NO_ROW`] overrides this limit.
 const ROW_WAIT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -11,8 +11,8 @@
 //! anywhere in a statement, in any time zone, and on replicas too. While the statement waits for a
 //! row, the time becomes outdated. An outdated time is safe in each case:
 //!
-//! - A granted or renewed lease begins at the outdated time, so it ends no later than its holder
-//!   assumes.
+//! - A granted or renewed lease begins at the outdated time. Its holder counts from an earlier
+//!   time, before it sent the request. So the lease ends no earlier than its holder assumes.
 //! - The lease of another claim seems to have more time left, so it is not considered expired too
 //!   early.
 //! - A token is above the tokens of the row at the time of the write, whatever the clock shows.
@@ -58,7 +58,8 @@ pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
 /// on the server small.
 pub(super) const LIST_SIZES: [usize; 4] = [1, 8, 64, 1024];
 
-/// Returns the smallest of [`LIST_SIZES`] for `items`, or the largest.
+/// Returns the smallest of [`LIST_SIZES`] that is at least `items`, or the largest if there is
+/// none.
 pub(super) fn list_size(items: usize) -> usize {
     LIST_SIZES.into_iter().find(|&size| size >= items).unwrap_or(LIST_SIZES[LIST_SIZES.len() - 1])
 }
@@ -139,7 +140,7 @@ impl MySqlStatements {
             current_grant: text(CURRENT_GRANT),
             holders: holder_statements(HOLDER_CONNECTION_ID),
             lease_holders_only: Some(holder_statements("NULL")),
-            release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            release: text(&with_mutation(RELEASE, &[RELEASE_BY_OTHER_CLAIM])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_shared_grant: text(
                 &with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])
@@ -151,11 +152,11 @@ impl MySqlStatements {
             write_record: text(WRITE_RECORD),
             write_renewal: text(WRITE_RENEWAL),
             write_grant: text(WRITE_RECORD),
-            reacquire_single_claim: text(&with_mutation(
-                REACQUIRE_SINGLE_CLAIM,
+            acquire_released_row: text(&with_mutation(
+                ACQUIRE_RELEASED_ROW,
                 &[REACQUIRES_HELD_KEY],
             )),
-            release_single_claim: text(RELEASE_SINGLE_CLAIM),
+            release_single_entry: text(RELEASE_SINGLE_ENTRY),
             values: ValueStatements {
                 read: text(READ_VALUE),
                 write: text(&WRITE_VALUE.replace("{condition}", HAS_GRANT)),
@@ -203,8 +204,8 @@ impl MySqlStatements {
     }
 }
 
-const RELEASE_WITHOUT_OWNER: SqlMutation =
-    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2", "claim <> $2");
+const RELEASE_BY_OTHER_CLAIM: SqlMutation =
+    SqlMutation::new(Mutant::ReleaseByOtherClaim, "claim = $2", "claim <> $2");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
 // The replacements omit the clock, because the clock's growing values would hide the bug.
@@ -244,9 +245,9 @@ pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMES
 /// The condition that the existing row, with which an insert conflicts, is free.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
-/// The condition that the server is writable. A replica refuses writes only of users with few
-/// privileges. Without this condition, other users could acquire locks on the replica that are held
-/// on the primary. Servers return a number or a string, so the cast is necessary.
+/// The condition that the server is writable. A read-only replica still accepts writes of
+/// privileged users. Without this condition, such users could acquire locks on the replica that are
+/// held on the primary. Servers return a number or a string, so the cast is necessary.
 pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
 /// Returns the version, the id of the tables, and whether the server is writable. The fourth column
@@ -354,9 +355,9 @@ pub(super) fn holder_lock_name(claim: ClaimId) -> String {
 /// Renews the grants that have not expired.
 ///
 /// A row that another transaction has locked, perhaps for a fence, is skipped, so that it does not
-/// delay other renewals. An update cannot skip rows, and the limit prevents the server from merging
-/// the inner select into the update. The order of tables and the index are forced: in a small
-/// table, the server would otherwise read and lock all rows.
+/// delay other renewals. An update cannot skip rows, so an inner select finds and locks them. The
+/// limit prevents the server from merging the inner select into the update. The order of tables and
+/// the index are forced: in a small table, the server would otherwise read and lock all rows.
 ///
 /// A claim's id is random and belongs to one key, so the two lists need not be one list of pairs.
 ///
@@ -386,7 +387,7 @@ const HELD: &str = "\
 /// nothing. The affected row count is the number of ended grants: the old `until` is in the future,
 /// so every found row changes.
 ///
-/// Unused tokens of the block become available again, so that tokens do not outrun the clock.
+/// Unused tokens of the block become available again, so that tokens do not get ahead of the clock.
 ///
 /// Parameters: id, claim, tokens used.
 const RELEASE: &str = "\
@@ -401,8 +402,8 @@ const READ_ROW: &str = "\
     SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
     FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1 WHERE meta.id = 1";
 
-/// Creates the row of a key with a record, if the row is missing and its token is above the tokens
-/// of all purged rows.
+/// Creates a row with a record, if the key has no row and the new token is above the tokens of all
+/// purged rows.
 ///
 /// Parameters: id, claim, token, block, label, since, until, namespace, key.
 const INSERT_RECORD: &str = "\
@@ -424,7 +425,7 @@ const WRITE_RECORD: &str = "\
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block
 /// on.
-const REACQUIRE_SINGLE_CLAIM: &str = "\
+const ACQUIRE_RELEASED_ROW: &str = "\
     UPDATE {locks} SET \
         token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
         block = $2, \
@@ -436,7 +437,7 @@ const REACQUIRE_SINGLE_CLAIM: &str = "\
 /// claim, or with a grant that is not the newest one of the key, is not changed.
 ///
 /// Parameters: id, the first 33 bytes of the entry, tokens used.
-const RELEASE_SINGLE_CLAIM: &str = "\
+const RELEASE_SINGLE_ENTRY: &str = "\
     UPDATE {locks} SET \
         claim = NULL, label = NULL, since = GREATEST({now}, since + 1), until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = {marker} AND until > {now} \
@@ -485,8 +486,8 @@ const HAS_GRANT: &str = "\
             AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) \
                 + CAST(SUBSTR(l.label, LOCATE($4, l.label) + 100, 10) AS SIGNED) > $3 END";
 
-/// As [`HAS_GRANT`], for a lock that ends with a connection. Even after the end of the connection,
-/// the next grant must change the row first.
+/// As [`HAS_GRANT`], for a lock that ends with a connection. The condition stays true after the end
+/// of the connection. This is safe, because the next grant must change the row first.
 ///
 /// Parameters: id, claim, token.
 const HAS_SESSION_GRANT: &str =
@@ -528,12 +529,12 @@ const WAITERS: &str = "\
 const IS_IN_SNAPSHOT: &str = "\
     CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
-/// Returns whether no lease is held on the key, and whether the row still contains a claim. No
-/// result if there is no row.
+/// Returns whether no lease is held on the key, whether the row still contains a claim, and whether
+/// the server is writable. No result if there is no row.
 ///
 /// Parameter: id.
 const IS_FREE: &str = "\
-    SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
+    SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED), CAST({writable} AS SIGNED) \
     FROM {locks} WHERE id = $1";
 
 /// Removes a claim that ended without a write: by expiry, or with a connection. The newest version
@@ -550,13 +551,13 @@ const CLEAR_ENDED: &str = "\
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.claim = NULL";
 
-/// Creates a free row, unless the key has a row.
+/// Creates a free row, unless the key has a row or the server is read-only.
 ///
 /// Parameters: id, namespace, key.
 const INSERT_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT $1, $2, $3, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
-    FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
+    FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1 AND {writable}) AS clock";
 
 /// Locks the row if no other transaction has locked it. Returns whether the row contains a lease,
 /// the next token, and claim and token of the newest grant.
@@ -566,13 +567,14 @@ const LOCK_ROW: &str = "\
     SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
     FROM {locks} WHERE id = $1 FOR UPDATE SKIP LOCKED";
 
-/// Returns the id of the tables, and whether the snapshot of the transaction contains the current
-/// version of the locked row. This is a separate statement: combined with [`LOCK_ROW`], it would
-/// begin the snapshot even if another transaction has locked the row.
+/// Returns the id of the tables, whether the snapshot of the transaction contains the current
+/// version of the locked row, and whether the server is writable. This is a separate statement:
+/// combined with [`LOCK_ROW`], it would begin the snapshot even if another transaction has locked
+/// the row.
 ///
 /// Parameters: id, claim, token.
 const IS_CURRENT_IN_SNAPSHOT: &str = "\
-    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED) FROM {meta} WHERE id = 1";
+    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED), CAST({writable} AS SIGNED) FROM {meta} WHERE id = 1";
 
 /// Writes the token of a lock that the caller's transaction acquires, and leaves the row free.
 ///
@@ -643,7 +645,7 @@ const ROW_WRITE_CLAIM: &str = "\
 /// Locks the row for a transaction, if the row contains the claim.
 ///
 /// The row lock is shared. It permits a fence of the holder. It excludes statements that write a
-/// claim, lock the row for a transaction or grant a lease.
+/// claim or grant a lease, and [`LOCK_ROW`].
 ///
 /// Parameters: id, claim.
 const ROW_LOCK: &str = "\

@@ -22,7 +22,7 @@ pub(super) fn send<'c>(
 ) -> BoxFuture<'c, Result<Answer<MySqlRow>, sqlx::Error>> {
     async move {
         if !matches!(mode, QueryMode::Prepared) {
-            let rows = send_plain(connection, statement.inlined::<MySql>()).await?;
+            let rows = simple_query(connection, statement.inlined::<MySql>()).await?;
             return Ok(Answer::of_rows(rows));
         }
         let mut results = connection.fetch_many(bound(statement));
@@ -41,7 +41,7 @@ pub(super) fn send<'c>(
     .boxed()
 }
 
-pub(super) fn send_plain(
+pub(super) fn simple_query(
     connection: &mut MySqlConnection,
     text: String,
 ) -> BoxFuture<'_, Result<Vec<MySqlRow>, sqlx::Error>> {

@@ -78,11 +78,11 @@ impl Dialect for Postgres {
         statement::send(connection, statement, mode)
     }
 
-    fn send_plain(
+    fn simple_query(
         connection: &mut PgConnection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<PgRow>, sqlx::Error>> {
-        statement::send_plain(connection, text)
+        statement::simple_query(connection, text)
     }
 
     fn number(row: &PgRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
@@ -213,7 +213,7 @@ impl Dialect for Postgres {
         }
         let end_timeout = CONNECTION_END_TIMEOUT.min(store.settings().response_timeout / 2);
         let values = vec![table.id_value(key), Value::Number(micros(end_timeout) / 1_000)];
-        let ended = send(&texts.end_row_holder, Resend::Never, values).await;
+        let ended = send(&texts.terminate_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
                 // The ended transaction was not committed, so it sent no notification.
@@ -245,8 +245,8 @@ impl Dialect for Postgres {
         diagnose::check_listener(table).await
     }
 
-    async fn check_connection_limit(table: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
-        diagnose::check_connection_limit(table).await
+    async fn diagnose_row_locks(table: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
+        diagnose::diagnose_row_locks(table).await
     }
 
     async fn lock_in(

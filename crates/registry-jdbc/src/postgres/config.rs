@@ -38,13 +38,13 @@ const POSTGRES_OPTIONS: &[OptionRow] = &[
         "prepared",
         Values::Switch,
         "`true`",
-        "whether the server keeps prepared statements; `false` behind a pooler of transactions",
+        "whether the server keeps prepared statements; `false` behind a pooler in transaction mode",
     ),
     OptionRow::new(
         "listen",
         Values::Secret { non_secret_values: &["off"], syntax: "a `postgres:` URL without options" },
-        "the store's URL; with `prepared=false` `off`",
-        "a direct connection, past any pooler, that receives release notifications; percent-encoded in the query of a URL",
+        "the store's URL; `off` with `prepared=false`",
+        "a URL that bypasses any pooler, for a connection that receives release notifications, percent-encoded in the query of another URL",
     ),
 ];
 
@@ -72,8 +72,8 @@ pub enum StatementMode {
     Prepared,
     /// Statements are sent as plain text.
     ///
-    /// Use this mode behind a pooler that gives each transaction another connection, such as
-    /// `PgBouncer` with `pool_mode = transaction`. Then there is no listener unless
+    /// Use this mode behind a pooler in transaction mode, such as `PgBouncer` with
+    /// `pool_mode = transaction`. Then there is no listener unless
     /// [`with_listen`](PostgresConfig::with_listen) sets its URL.
     Unprepared,
 }
@@ -139,7 +139,7 @@ impl PostgresConfig {
         }
     }
 
-    /// Sets the URL at which the listener connects, for a server behind a pooler.
+    /// Sets the URL to which the listener connects, for a server behind a pooler.
     ///
     /// `LISTEN` needs a connection that stays with one server process. The listener's connection is
     /// encrypted in the same way as all other connections.
@@ -189,7 +189,7 @@ impl PostgresConfig {
         QueryMode::PlainPooled { lock_timeout: self.settings.busy_timeout }
     }
 
-    /// Returns the client's options for the listener, or `None` if it is off.
+    /// Returns the client's options for the listener, or `None` if there is no listener.
     pub(super) fn listener_options(&self) -> Option<PgConnectOptions> {
         match &self.listen {
             Listen::SameServer => match self.statements {
@@ -348,7 +348,7 @@ fn is_identifier(name: &str) -> bool {
 
 fn parse_server(url: &UrlParts<'_>) -> Result<PgConnectOptions, BackendError> {
     if !matches!(&*url.scheme, "postgres" | "postgresql") {
-        return Err(url.invalid("has no scheme of PostgreSQL; use `postgres`"));
+        return Err(url.invalid("has no PostgreSQL scheme; use `postgres`"));
     }
     let parsed = ServerUrl::parse(url, PORT)?;
     let mut server = match parsed.address {
@@ -371,7 +371,8 @@ fn parse_server(url: &UrlParts<'_>) -> Result<PgConnectOptions, BackendError> {
 fn parse_listen(url: &str) -> Option<PgConnectOptions> {
     let url = UrlParts::split(url).filter(|url| url.query.is_none())?;
     url.check().ok()?;
-    // In another database, the listener would receive no releases.
+    // The default database may differ from the store's database, whose notifications the listener
+    // would then not receive.
     require_database(&url).ok()?;
     parse_server(&url).ok()
 }
@@ -424,5 +425,25 @@ impl fmt::Debug for PostgresConfig {
             .field("statements", &self.statements)
             .field("settings", &self.settings)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_method_has_precedence_over_the_limits_that_follow_from_the_option_timeout() {
+        let seconds = Duration::from_secs;
+        let mut config = PostgresConfig::from_url("postgres://db/shop")
+            .unwrap()
+            .with_response_timeout(seconds(30))
+            .with_busy_timeout(seconds(2))
+            .with_purge_after(seconds(90));
+        config.set("timeout", "1200ms").unwrap();
+        let settings = &config.settings;
+        assert_eq!(settings.response_timeout, seconds(30));
+        assert_eq!(settings.busy_timeout, seconds(2));
+        assert_eq!(settings.purge_after, seconds(90));
     }
 }

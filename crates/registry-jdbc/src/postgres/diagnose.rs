@@ -32,9 +32,7 @@ pub(super) async fn check_listener(table: &PgLeaseTable) -> Option<Finding> {
 
 /// Returns findings if the server has too few connections for `row_locks`, or if old row locks hold
 /// back vacuum.
-pub(super) async fn check_connection_limit(
-    table: &PgLeaseTable,
-) -> Result<Vec<Finding>, BackendError> {
+pub(super) async fn diagnose_row_locks(table: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
     let found = table.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
     let (connections_max, old_row_locks) =

@@ -25,7 +25,7 @@ impl ServerErrors for Postgres {
         let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
         let code = code(database.as_ref());
         // These codes mean that another server may have become the primary, that the connection is
-        // in another client's transaction, or that prepared statements are missing.
+        // in another client's transaction, or that prepared statements are missing or outdated.
         let is_session_unusable = code.starts_with("25")
             || code.starts_with("08")
             || code.starts_with("57P")
@@ -42,8 +42,8 @@ impl ServerErrors for Postgres {
             sqlx::Error::Database(database) => {
                 classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
             }
-            // If the connection ends here, sqlx takes the missing byte for the server's answer
-            // `0x00`.
+            // If the server closes the connection instead of answering `SSLRequest`, sqlx reads the
+            // missing byte as `0x00`.
             sqlx::Error::Protocol(message)
                 if message.contains("response from SSLRequest: 0x00") =>
             {
@@ -77,7 +77,7 @@ pub(super) fn not_connected(reason: PoolError) -> BackendError {
     server::error::not_connected(reason, STORE, Postgres::explain)
 }
 
-/// Classifies an error outside of a transaction for a session.
+/// Converts an error of a session's statement that ran outside of a transaction.
 pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
     server::session_failure::<Postgres>(error)
 }
@@ -110,13 +110,12 @@ fn is_fatal(database: &dyn sqlx::error::DatabaseError) -> bool {
         .is_none_or(|error| matches!(error.severity(), PgSeverity::Fatal | PgSeverity::Panic))
 }
 
-/// Another transaction has locked the row of one claim.
+/// Returns the error of a request on a row that another transaction has locked.
 pub(super) fn row_locked() -> BackendError {
     server::error::row_locked(STORE)
 }
 
-/// Adds a hint to the error of an attempt to end the connection that holds a row, if the user lacks
-/// the right.
+/// Adds a hint to `error` if the user lacks the right to end the connection that holds the key.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
     if !source.is_some_and(is_denied) {
@@ -126,7 +125,7 @@ pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     BackendError::new(Denied, message).with_source(error).as_refused()
 }
 
-/// A row contains a value that this program does not write.
+/// Returns the error of a row that contains a value that this program does not write.
 pub(super) fn corrupt(message: &str) -> BackendError {
     server::error::corrupt(STORE, message)
 }
@@ -146,7 +145,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         }
         "55P03" => (
             Transient,
-            "another transaction kept the lock's row locked for too long, perhaps one with a fence",
+            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long",
             false,
         ),
         "57014" => {
@@ -194,7 +193,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         ),
         "26000" | "42P05" => (
             Misconfigured,
-            "a pooler gives each transaction another connection; turn prepared statements off (prepared=false)",
+            "a pooler in transaction mode has changed the server connection; turn prepared statements off (prepared=false)",
             true,
         ),
         // A pooler uses this code for unsupported requests, and for a failure of its server
@@ -238,7 +237,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
                 true,
             ),
             "58" | "XX" => (Protocol, "the server has corrupt data or a fault; see its log", false),
-            // Any other code is a program fault, which a retry does not fix.
+            // Any other code points to a bug, which a retry does not fix.
             _ => (Protocol, "the server returned an unexpected error; see its log", false),
         },
     }

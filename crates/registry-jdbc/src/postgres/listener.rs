@@ -93,7 +93,7 @@ struct ListenerShared {
 struct ListenerState {
     /// The sequence number of the last event: a notification, or the start of a connection.
     last_sequence: u64,
-    /// The sequence number since which no notification was missed. `None` while the listener is not
+    /// All releases after this sequence number are in `releases`. `None` while the listener is not
     /// connected.
     complete_since: Option<u64>,
     /// Whether the connection has received its own probe. A connection through a transaction pooler
@@ -244,8 +244,8 @@ impl ListenerState {
     }
 }
 
-/// Connects repeatedly, until more than [`IDLE_CHECKS_MAX`] consecutive checks have found no
-/// waiting caller, or an attempt to connect fails while no caller waits.
+/// Keeps the listener connected. Ends when more than [`IDLE_CHECKS_MAX`] consecutive checks have
+/// found no waiting caller, or when an attempt to connect fails while no caller waits.
 async fn run_listener(
     shared: Arc<ListenerShared>,
     server: PgConnectOptions,

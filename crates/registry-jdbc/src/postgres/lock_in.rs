@@ -8,7 +8,7 @@ use sqlx::{PgConnection, Postgres, Row};
 use tokio::time::timeout;
 
 use super::error;
-use super::statement::send_plain;
+use super::statement::simple_query;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::from_micros;
 use crate::server::{LockableTable, ServerErrors as _, Statement, Value, WakeupSource as _};
@@ -25,7 +25,8 @@ pub(super) async fn attempt_until(
         match attempt(lockable, connection, key, deadline.remaining()).await? {
             LockInOutcome::Granted(token) => return Ok(Some(token)),
             _ if deadline.remaining().is_zero() => return Ok(None),
-            // No pause is necessary, because the statement itself waits for the row on the server.
+            // No pause is necessary: before `RowLocked`, the statement has waited on the server.
+            // After `Superseded`, the next attempt finds the new holder's lease.
             LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
             LockInOutcome::Held { remaining } => {
                 let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
@@ -65,7 +66,7 @@ async fn attempt(
     // The statements are one message of plain text, which is independent of prepared statements and
     // of a pooler's assignment of connections. The savepoint releases the locks of a failed
     // attempt, and keeps an error from ending the transaction.
-    let outcome = send_plain(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
+    let outcome = simple_query(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let outcome = match outcome {
         Ok(rows) => decode(&rows, key),
         Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
@@ -79,7 +80,7 @@ async fn attempt(
         Ok(Some(LockInOutcome::Granted(_))) => "",
         _ => "ROLLBACK TO SAVEPOINT lock_registry_lock_in;",
     };
-    let ended = send_plain(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
+    let ended = simple_query(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
     let outcome = outcome?.ok_or_else(|| LockInError::other_database(key))?;
     ended.map_err(|source| LockInError::database(key, source))?;
     Ok(outcome)
@@ -93,8 +94,8 @@ fn decode(rows: &[PgRow], key: &Key) -> Result<Option<LockInOutcome>, LockInErro
         return Ok(None);
     }
     if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database_error)? {
-        // At this isolation level, the transaction keeps a snapshot that is older than the lock. An
-        // earlier read took the snapshot, or this statement did before it waited for the lock.
+        // At this isolation level, the transaction keeps the snapshot of its first statement, which
+        // would be older than the lock. So the statement has locked nothing.
         return Err(LockInError::isolation(key, &level));
     }
     decode_outcome(row).map_err(database_error)

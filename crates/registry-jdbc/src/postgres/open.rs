@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::config::{PostgresConfig, TableNames, quoted};
 use super::error;
 use super::sql::{self, PgStatements};
-use super::statement::send_plain;
+use super::statement::simple_query;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on a separate connection. Dropping the future closes that connection, and the
@@ -56,7 +56,7 @@ async fn check_tables(
     let tables = TableNames { schema, prefix: config.settings.table_prefix.clone() };
     let statements = PgStatements::new(tables);
     let row_statements: &RowStatements = statements.as_ref();
-    let rows = send_plain(connection, row_statements.meta.as_str().to_owned())
+    let rows = simple_query(connection, row_statements.meta.as_str().to_owned())
         .await
         .map_err(Postgres::explain)?;
     let id = read_meta::<Postgres>(&rows)?;
@@ -77,13 +77,14 @@ async fn find_tables(
         }
     };
     let (meta, newest) = (named("meta"), named("waiters"));
-    // Both names have been checked: they contain only letters, digits and underscores.
+    // The schema and the prefix have been checked: they contain only letters, digits and
+    // underscores.
     let text = format!(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
          WHERE pg_class.oid = to_regclass('{meta}') AND to_regclass('{newest}') IS NOT NULL"
     );
     // Every pooler passes plain text on unchanged.
-    let rows = send_plain(connection, text).await.map_err(Postgres::explain)?;
+    let rows = simple_query(connection, text).await.map_err(Postgres::explain)?;
     rows.first().map(|row| row.try_get(0).map_err(Postgres::explain)).transpose()
 }
 

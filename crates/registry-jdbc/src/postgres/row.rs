@@ -13,17 +13,17 @@ use sqlx::{Postgres, Row as _};
 
 use super::backend::PgLeaseTable;
 use super::error::{self, row_locked};
-use super::statement::{send, send_plain};
+use super::statement::{send, simple_query};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
-    IDLE_TIMEOUT, LockAttempt, RowLockConnections, RowLockPermit, ServerErrors as _,
-    SessionFailure, SessionProtocol, Statement, TokenPlan, Value, WakeupSource as _,
+    IDLE_TIMEOUT, LockAttempt, RowLockPermit, RowLockPool, ServerErrors as _, SessionFailure,
+    SessionProtocol, Statement, TokenPlan, Value, WakeupSource as _,
 };
 
 /// Sends the statements of the sessions of row locks. Each held lock has its own session.
 pub(crate) struct PgRowProtocol {
     table: Arc<PgLeaseTable>,
-    connections: RowLockConnections<PgConnection>,
+    connections: RowLockPool<PgConnection>,
 }
 
 /// The connection of one lock.
@@ -50,8 +50,8 @@ impl PgRowTransaction {
 
 impl PgRowConnection {
     /// Sends plain text, which works on any connection that a pooler assigns.
-    async fn send_plain(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
-        send_plain(&mut self.connection, text).await
+    async fn simple_query(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
+        simple_query(&mut self.connection, text).await
     }
 }
 
@@ -130,9 +130,9 @@ impl PgRowProtocol {
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
             statement.inlined::<Postgres>()
         );
-        let rows = connected.send_plain(text).await.map_err(broken)?;
+        let rows = connected.simple_query(text).await.map_err(broken)?;
         let Some(row) = rows.last() else {
-            connected.send_plain("ROLLBACK".to_owned()).await.map_err(broken)?;
+            connected.simple_query("ROLLBACK".to_owned()).await.map_err(broken)?;
             return Ok(false);
         };
         connected.transaction = Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?);
@@ -158,7 +158,7 @@ impl SessionProtocol for PgRowProtocol {
     type Connection = PgRowConnection;
 
     async fn open(table: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(table.store.settings().row_locks), table })
+        Ok(Self { connections: RowLockPool::new(table.store.settings().row_locks), table })
     }
 
     fn table(&self) -> &PgLeaseTable {
@@ -188,7 +188,7 @@ impl SessionProtocol for PgRowProtocol {
             match self.write_claim(connected, claim).await {
                 Ok(ClaimWrite::Token(token)) => {
                     let locked = self.lock(connected, claim).await?;
-                    let grant = plan.grant_from_write(claim, i64::from(token), false);
+                    let grant = plan.grant_from_write(claim, i64::from(token), None);
                     let grant = grant.filter(|_| locked);
                     return Ok(grant.map_or(LockAttempt::Busy(None), LockAttempt::Grant));
                 }
@@ -220,7 +220,7 @@ impl SessionProtocol for PgRowProtocol {
         let statement = Statement::new(&self.table.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
         connected
-            .send_plain(format!("{}; COMMIT", statement.inlined::<Postgres>()))
+            .simple_query(format!("{}; COMMIT", statement.inlined::<Postgres>()))
             .await
             .map_err(broken)?;
         connected.transaction = None;
@@ -230,7 +230,7 @@ impl SessionProtocol for PgRowProtocol {
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // In a failed transaction, the statement fails. Outside of a transaction, the transaction
         // id is `NULL`.
-        let rows = connected.send_plain(CHECK_SESSION.to_owned()).await.map_err(broken)?;
+        let rows = connected.simple_query(CHECK_SESSION.to_owned()).await.map_err(broken)?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
         let transaction_id = text::<Postgres>(row, 1).map_err(SessionFailure::Broken)?;
         let is_same_transaction = transaction_id.is_some()
@@ -252,8 +252,8 @@ impl SessionProtocol for PgRowProtocol {
     }
 }
 
-/// Returns the number of the advisory lock that shows for which claim a transaction holds its row.
-/// If two claims have the same number, `list` may report the wrong claim as the holder.
+/// Returns the number of the advisory lock that shows for which claim a transaction has locked the
+/// row. If two claims have the same number, `list` may report the wrong claim as the holder.
 fn claim_lock_key(claim: ClaimId) -> i64 {
     let mut key = [0; 8];
     key.copy_from_slice(&claim.to_bytes()[..8]);
@@ -268,7 +268,7 @@ fn broken(error: sqlx::Error) -> SessionFailure {
 
 fn pooler_detected() -> BackendError {
     Postgres::misconfigured(
-        "the row's transaction is no longer on this connection; a pooler may give each statement another connection",
+        "the transaction that holds the row is no longer on this connection; a pooler may give each statement another connection",
     )
 }
 

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::backend::PgLeaseTable;
 use super::client;
 use super::error::{self, corrupt};
-use super::statement::{send, send_plain};
+use super::statement::{send, simple_query};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
     IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionProtocol,
@@ -33,16 +33,20 @@ pub(crate) struct PgSessionConnection {
 }
 
 impl PgSessionConnection {
-    /// Sends plain text whose answer begins with the process id.
-    async fn send_plain(&mut self, text: impl Into<String>) -> Result<Vec<PgRow>, SessionFailure> {
-        let rows = send_plain(&mut self.connection, text.into()).await;
+    /// Sends `text` by the simple query protocol. Fails unless the first row begins with the id of
+    /// this session's server process.
+    async fn simple_query(
+        &mut self,
+        text: impl Into<String>,
+    ) -> Result<Vec<PgRow>, SessionFailure> {
+        let rows = simple_query(&mut self.connection, text.into()).await;
         let rows = rows.map_err(error::session_failure)?;
         self.check_process(&rows)?;
         Ok(rows)
     }
 
-    /// Checks that the first column is the expected process id. So the first answer after a pooler
-    /// has changed the connection is an error.
+    /// Checks that the first column is the expected process id. If a pooler has switched the
+    /// connection to another server process, the next response is thus an error.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
         if server_process(rows).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
@@ -62,11 +66,11 @@ impl PgSessionProtocol {
             (self.connect_unconfigured().await?, self.connect_unconfigured().await?);
         let have_two_processes = one.server_process != two.server_process;
         let probe = async {
-            // The open transaction occupies one process. So a pooler must serve the second
-            // connection from another process, whose id differs.
-            one.send_plain(format!("BEGIN; {CHECK_SESSION}")).await?;
-            two.send_plain(CHECK_SESSION).await?;
-            one.send_plain(format!("{CHECK_SESSION}; ROLLBACK")).await
+            // The open transaction occupies one process. If `two` used that process before, a
+            // pooler must now switch it to another process, which `check_process` detects.
+            one.simple_query(format!("BEGIN; {CHECK_SESSION}")).await?;
+            two.simple_query(CHECK_SESSION).await?;
+            one.simple_query(format!("{CHECK_SESSION}; ROLLBACK")).await
         };
         let probed = timeout(self.table.store.settings().response_timeout, probe).await;
         match probed.map_err(|_| {
@@ -92,7 +96,7 @@ impl PgSessionProtocol {
         let mut connection = client::connect(config).await?;
         let query = timeout(
             config.settings.connect_timeout,
-            send_plain(&mut connection, CHECK_SESSION.into()),
+            simple_query(&mut connection, CHECK_SESSION.into()),
         );
         let rows = query
             .await
@@ -120,25 +124,27 @@ impl PgSessionProtocol {
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
         let Some(last) = &plan.last_row else {
-            return self.write_claim(connected, claim, plan, WriteMode::NotLocked).await;
+            return self.write_claim(connected, claim, plan, AdvisoryLockState::NotHeld).await;
         };
         let id = self.table.row_id(claim.key());
         let (lock_key, row_claim) =
             (Value::Number(id.advisory_lock_key()), Value::bytes(&last.claim.to_bytes()));
         let values = [lock_key, self.table.id_value(claim.key()), row_claim];
         let statement = Statement::new(&self.table.store.statements.session_try_lock, values);
-        let rows = connected.send_plain(statement.inlined::<Postgres>()).await?;
+        let rows = connected.simple_query(statement.inlined::<Postgres>()).await?;
         if !flag::<Postgres>(&rows[0], 1).map_err(SessionFailure::Broken)? {
             return Ok(LockAttempt::Busy(None));
         }
         let Some(row) = rows.get(1) else {
-            return self.write_claim(connected, claim, plan, WriteMode::AlreadyLocked).await;
+            return self.write_claim(connected, claim, plan, AdvisoryLockState::Held).await;
         };
-        match plan
-            .grant_from_reservation(number::<Postgres>(row, 0).map_err(SessionFailure::Broken)?)
-        {
+        let now = number::<Postgres>(row, 0).map_err(SessionFailure::Broken)?;
+        match plan.grant_from_reservation(now) {
             Some(granted) => Ok(LockAttempt::Grant(granted)),
-            None => self.write_claim(connected, claim, plan, WriteMode::Consecutive).await,
+            None => {
+                let lock_state = AdvisoryLockState::HeldSinceLastGrant { now };
+                self.write_claim(connected, claim, plan, lock_state).await
+            }
         }
     }
 
@@ -148,12 +154,15 @@ impl PgSessionProtocol {
         connected: &mut PgSessionConnection,
         claim: &Claim,
         plan: &TokenPlan,
-        mode: WriteMode,
+        lock_state: AdvisoryLockState,
     ) -> Result<LockAttempt, SessionFailure> {
         let id = self.table.row_id(claim.key());
-        let is_consecutive = mode == WriteMode::Consecutive;
+        let now_if_consecutive = match lock_state {
+            AdvisoryLockState::HeldSinceLastGrant { now } => Some(now),
+            AdvisoryLockState::NotHeld | AdvisoryLockState::Held => None,
+        };
         let texts = &self.table.store.statements;
-        let text = if mode == WriteMode::NotLocked {
+        let text = if lock_state == AdvisoryLockState::NotHeld {
             &texts.session_acquire
         } else {
             &texts.session_write_claim
@@ -165,7 +174,7 @@ impl PgSessionProtocol {
                 self.table.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
-                Value::Number(plan.tokens_to_write(is_consecutive)),
+                Value::Number(plan.tokens_to_write(now_if_consecutive)),
                 Value::label(claim),
                 Value::Number(id.advisory_lock_key()),
                 Value::Text(format!("{}ms", ROW_WAIT.as_millis())),
@@ -181,22 +190,26 @@ impl PgSessionProtocol {
             let left = column(3)?;
             return Ok(LockAttempt::Busy(left.map(from_micros)));
         };
-        let granted = plan.grant_from_write(claim, token, is_consecutive).map(LockAttempt::Grant);
+        let granted =
+            plan.grant_from_write(claim, token, now_if_consecutive).map(LockAttempt::Grant);
         granted.ok_or_else(|| SessionFailure::Broken(corrupt("a row's token is invalid")))
     }
 }
 
 /// The state of the advisory lock before the claim is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum WriteMode {
+enum AdvisoryLockState {
     /// The session does not hold the advisory lock. The statement acquires it.
-    NotLocked,
+    NotHeld,
     /// The session already holds the advisory lock. Another client may have been granted the key
     /// since this session's last grant.
-    AlreadyLocked,
+    Held,
     /// The session already holds the advisory lock. No other client was granted the key since this
     /// session's last grant.
-    Consecutive,
+    HeldSinceLastGrant {
+        /// The server's time.
+        now: i64,
+    },
 }
 
 impl SessionProtocol for PgSessionProtocol {
@@ -217,8 +230,8 @@ impl SessionProtocol for PgSessionProtocol {
     async fn connect(&self) -> Result<PgSessionConnection, BackendError> {
         let mut connected = self.connect_unconfigured().await?;
         let configure = async {
-            // With these settings the server ends a dead connection. Some of them have no effect on
-            // a Unix socket.
+            // The idle and TCP settings make the server end a dead connection. The TCP settings
+            // have no effect on a Unix socket.
             let seconds = IDLE_TIMEOUT.as_secs();
             let lock_timeout = self.table.store.settings().busy_timeout.as_millis().max(1);
             let text = format!(
@@ -228,7 +241,7 @@ impl SessionProtocol for PgSessionProtocol {
                 seconds / 6,
                 self.table.store.statements.session_prepare.as_str(),
             );
-            connected.send_plain(text).await
+            connected.simple_query(text).await
         };
         let configured = timeout(self.table.store.settings().connect_timeout, configure).await;
         match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
@@ -273,7 +286,7 @@ impl SessionProtocol for PgSessionProtocol {
         &self,
         connected: &mut PgSessionConnection,
     ) -> Result<(), SessionFailure> {
-        connected.send_plain(CHECK_SESSION).await.map(drop)
+        connected.simple_query(CHECK_SESSION).await.map(drop)
     }
 
     async fn ensure_row(
@@ -311,14 +324,14 @@ fn server_process(rows: &[PgRow]) -> Result<i32, BackendError> {
 
 fn pooler_detected() -> BackendError {
     Postgres::misconfigured(
-        "session locks do not work through a pooler that gives each transaction another connection; connect past it, or use leases",
+        "session locks do not work through a pooler in transaction mode; connect to the server directly, or set mode=lease",
     )
 }
 
 const CHECK_SESSION: &str = "SELECT pg_backend_pid()";
 
-/// How long a statement waits for a row that another transaction has inserted and not committed.
-/// All commands of the session wait during that time.
+/// How long a statement waits for the row of another transaction: an uncommitted insert or, in
+/// `ensure_row`, a locked row. All commands of the session wait during that time.
 const ROW_WAIT: Duration = Duration::from_millis(10);
 
 #[cfg(test)]

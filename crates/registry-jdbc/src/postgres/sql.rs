@@ -41,7 +41,7 @@ pub(crate) struct PgStatements {
     pub(super) release_all: StatementText,
     pub(super) renew: StatementText,
     pub(super) force_release: StatementText,
-    pub(super) end_row_holder: StatementText,
+    pub(super) terminate_row_holder: StatementText,
     pub(super) lock_in: StatementText,
     pub(super) session_acquire: StatementText,
     pub(super) session_prepare: StatementText,
@@ -96,7 +96,7 @@ impl PgStatements {
                 of_namespace: holders("namespace = $1::bytea"),
             },
             lease_holders_only: None,
-            release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            release: text(&with_mutation(RELEASE, &[RELEASE_BY_OTHER_CLAIM])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_shared_grant: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_session_grant: text(FENCE_SESSION_GRANT),
@@ -107,11 +107,11 @@ impl PgStatements {
                 &WRITE_GRANT.replace("FOR UPDATE", "FOR NO KEY UPDATE SKIP LOCKED"),
             ),
             write_grant: text(WRITE_GRANT),
-            reacquire_single_claim: text(&with_mutation(
-                REACQUIRE_SINGLE_CLAIM,
+            acquire_released_row: text(&with_mutation(
+                ACQUIRE_RELEASED_ROW,
                 &[REACQUIRES_HELD_KEY],
             )),
-            release_single_claim: text(RELEASE_SINGLE_CLAIM),
+            release_single_entry: text(RELEASE_SINGLE_ENTRY),
             values: ValueStatements {
                 read: text(READ_VALUE),
                 write: text(&WRITE_VALUE.replace("{fence}", FENCE)),
@@ -136,7 +136,9 @@ impl PgStatements {
             release_all: text(RELEASE_ALL),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
             force_release: text(FORCE_RELEASE),
-            end_row_holder: text(&END_ROW_HOLDER.replace("{holder_locks}", HOLDER_LOCKS)),
+            terminate_row_holder: text(
+                &TERMINATE_ROW_HOLDER.replace("{holder_locks}", HOLDER_LOCKS),
+            ),
             lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
@@ -169,8 +171,8 @@ impl PgStatements {
     }
 }
 
-const RELEASE_WITHOUT_OWNER: SqlMutation =
-    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
+const RELEASE_BY_OTHER_CLAIM: SqlMutation =
+    SqlMutation::new(Mutant::ReleaseByOtherClaim, "claim = $2::bytea", "$2::bytea IS NOT NULL");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
 // The mutated texts omit the clock, because the clock's growing values would hide the mutation.
@@ -244,7 +246,7 @@ const ACQUIRE: &str = "\
 /// of deleted rows.
 ///
 /// The subquery locks the row FOR UPDATE, because an update alone would not conflict with a fence.
-/// The subquery checks that the row is free after it has locked the row.
+/// After the subquery has locked the row, it checks that the row is free.
 ///
 /// Parameters: id, claim, block, label, lease
 const REACQUIRE: &str = "\
@@ -285,8 +287,8 @@ const HOLDER_LOCKS: &str = "\
 /// The key of the advisory lock of the row's claim; see [`ROW_LOCK`].
 const CLAIM_LOCK_KEY: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
 
-/// Extends the grants that are still alive. Returns, for each claim, the time left and whether its
-/// grant exists.
+/// Renews the grants that have not expired. Returns, for each claim, the time left if it was
+/// renewed, and whether its grant exists.
 ///
 /// A row that another transaction has locked is skipped, so that it does not delay the renewal of
 /// other rows. The grant of a skipped row exists and is not extended. The statement waits for no
@@ -314,7 +316,7 @@ const RENEW: &str = "\
 /// nothing. The release need not be flushed to disk: if a crash undoes it, the key becomes free at
 /// the end of its lease.
 ///
-/// Unused tokens of the block become available again, so that tokens do not overtake the clock.
+/// Unused tokens of the block become available again, so that tokens do not get ahead of the clock.
 ///
 /// Parameters: id, claim, tokens used, channel, message, presence lock
 const RELEASE: &str = "\
@@ -376,7 +378,7 @@ const FORCE_RELEASE: &str = "\
 /// ended within the limit.
 ///
 /// Parameters: id, milliseconds
-const END_ROW_HOLDER: &str = "\
+const TERMINATE_ROW_HOLDER: &str = "\
     WITH holder AS MATERIALIZED ( \
         SELECT holder_locks.pid FROM {locks} JOIN ({holder_locks}) AS holder_locks ON holder_locks.lock_key = {claim_lock_key} WHERE id = $1::bytea AND claim IS NOT NULL) \
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
@@ -413,8 +415,8 @@ const READ_ROW: &str = "\
 const IS_AS_READ: &str = "\
     id = $1::bytea AND claim IS NOT DISTINCT FROM $8::bytea AND token = $9::bigint AND since = $10::bigint AND until = $11::bigint";
 
-/// Creates the row of a key with a record, if the row is missing and its token is above the tokens
-/// of all deleted rows.
+/// Creates a row with a record, if the key has no row and the new token is above the tokens of all
+/// deleted rows.
 ///
 /// Parameters: id, claim, token, block, label, since, until, namespace, key
 const INSERT_RECORD: &str = "\
@@ -445,7 +447,7 @@ const WRITE_GRANT: &str = "\
 /// writes the text of the record with the times and the token of the grant.
 ///
 /// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block on
-const REACQUIRE_SINGLE_CLAIM: &str = "\
+const ACQUIRE_RELEASED_ROW: &str = "\
     UPDATE {locks} AS l SET \
         claim = {marker}, \
         token = greatest(free.now, l.token + l.block), \
@@ -465,7 +467,7 @@ const REACQUIRE_SINGLE_CLAIM: &str = "\
 /// claim, or with a grant that is not the newest one of the key, is not changed.
 ///
 /// Parameters: id, the first 33 bytes of the entry, tokens used, channel, message, presence lock
-const RELEASE_SINGLE_CLAIM: &str = "\
+const RELEASE_SINGLE_ENTRY: &str = "\
     UPDATE {locks} SET \
         claim = NULL, label = NULL, since = greatest({now}, since + 1), until = {now}, block = least(block, $3::bigint) \
     WHERE id = $1::bytea AND claim = {marker} AND until > {now} \
@@ -482,9 +484,9 @@ const NOTIFY: &str = "\
         pg_notify($14::text, encode($15::bytea, 'hex')) IS NULL END END, \
     CASE WHEN $13::bigint = 1 THEN set_config('synchronous_commit', 'off', true) END";
 
-/// Returns [`LOCK_IN`] for rows alone, or for rows with session locks.
-/// `session_step` is the additional step for session locks. `source` has a row if the transaction
-/// may lock the row. `is_in_session` is whether a session holds the lock.
+/// Returns [`LOCK_IN`] for rows alone, or for rows with session locks. `session_step` is the
+/// additional step for session locks. `source` is a `FROM` clause that is empty if the transaction
+/// must not lock the row. `is_in_session` is the expression for whether a session holds the lock.
 fn lock_in(session_step: &str, source: &str, is_in_session: &str) -> String {
     LOCK_IN
         .replace("{session_step}", session_step)
@@ -548,13 +550,13 @@ const LOCK_IN: &str = "\
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_in_session} \
     FROM settings CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Acquires an advisory lock for the session, unless the session holds it, and writes a larger
-/// token to the row. Clients that request a lease still find the row free.
+/// Acquires an advisory lock for the session, unless the session holds it, and writes the claim and
+/// a larger token to the row. Clients that request a lease still find the row free.
 ///
 /// Returns no token if another client holds a lease, or if another transaction has locked the row.
 /// Then the statement releases the advisory lock. It sends no notification, because each notified
 /// client would also fail and notify again. After an error the caller must release the advisory
-/// lock, because the rollback does not.
+/// lock, because a rollback does not release it.
 ///
 /// The statement does not wait for locked rows, because all commands of the session would wait too.
 /// `lock_timeout` limits only the wait for a row that another transaction has inserted and not
@@ -628,8 +630,8 @@ const SESSION_TRY_LOCK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Releases an advisory lock, and notifies the listeners if there are any; see
-/// [`NotificationChannel`](super::listener::NotificationChannel). The presence lock lasts until the
-/// end of the transaction, when the advisory lock is already free, whichever call runs first.
+/// [`NotificationChannel`](super::listener::NotificationChannel). Whichever call runs first, the
+/// advisory lock is free before the presence lock, which lasts until the end of the transaction.
 /// `synchronous_commit` is set only with a notification, because otherwise the transaction writes
 /// nothing.
 ///
@@ -660,8 +662,8 @@ const SESSION_ENSURE_ROW: &str = "\
         RETURNING id) \
     SELECT pg_backend_pid(), (SELECT count(*) FROM ensured) FROM settings";
 
-/// Like [`FENCE`], for a lock that ends with a connection. Even after the end of the connection,
-/// the next grant must change the row first.
+/// Like [`FENCE`], for a lock that ends with a connection. The statement finds the row even after
+/// the end of the connection. This is safe, because the next grant must change the row first.
 ///
 /// Parameters: id, claim, token
 const FENCE_SESSION_GRANT: &str = "\
@@ -718,8 +720,8 @@ const PURGE_WAITERS: &str = "\
         SELECT id, claim FROM {waiters} WHERE until <= {now} FOR UPDATE SKIP LOCKED)";
 
 /// Writes a claim and a larger token to the row, unless another client holds a lease or a
-/// transaction has locked the row. Returns whether a lease exists. Clients that request a lease
-/// still find the row free.
+/// transaction has locked the row. Returns the token, and whether a lease exists. Clients that
+/// request a lease still find the row free.
 ///
 /// The commit must be flushed to disk only if the token is ahead of the clock. The lock does not
 /// survive a crash, and lost tokens below the clock are not issued again.

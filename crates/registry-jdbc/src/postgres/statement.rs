@@ -21,14 +21,14 @@ pub(super) fn send<'c>(
                 Vec::from_iter(bound(statement).fetch_optional(connection).await?)
             }
             QueryMode::Prepared => bound(statement).fetch_all(connection).await?,
-            QueryMode::Plain => send_plain(connection, statement.inlined::<Postgres>()).await?,
+            QueryMode::Plain => simple_query(connection, statement.inlined::<Postgres>()).await?,
             QueryMode::PlainPooled { lock_timeout } => {
                 // Two statements in one message are one transaction. `SET LOCAL` completes before
                 // the second statement waits. Its setting ends with the transaction, so it does not
                 // affect the pooler's next client.
                 let lock_timeout = lock_timeout.as_millis().max(1);
                 let text = statement.inlined::<Postgres>();
-                send_plain(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))
+                simple_query(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))
                     .await?
             }
         };
@@ -37,7 +37,7 @@ pub(super) fn send<'c>(
     .boxed()
 }
 
-pub(super) fn send_plain(
+pub(super) fn simple_query(
     connection: &mut PgConnection,
     text: String,
 ) -> BoxFuture<'_, Result<Vec<PgRow>, sqlx::Error>> {

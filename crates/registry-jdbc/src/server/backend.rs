@@ -36,9 +36,10 @@ use super::{RowLockSessions, SessionProtocol as _, SpringTable, SqlSession};
 ///   of the process has ended before the server frees the lock.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
 ///   firewall that cuts connections), the lock is free at once. The backend notifies the holder up
-///   to a third of a second later, or at the end of the lease if no answer arrives. During that
-///   time, a second client can hold the lock. So these modes are of class best-effort. Tokens still
-///   grow, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
+///   to a third of a second later. If no response arrives, the holder is notified after the
+///   response time-out, or at the end of the lease if that is earlier. During that time, a second
+///   client can hold the lock. So these modes are of class best-effort. Tokens still grow, so
+///   fenced writes stay safe, including those of a [`Fence`](crate::Fence).
 /// - A MariaDB or MySQL server that is set `read_only` grants nothing. When the server becomes
 ///   read-only, the backend notifies the holders that their locks are lost.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -91,10 +92,11 @@ pub enum SqlMode {
     /// waiting caller uses no connection.
     ///
     /// Listings show the holder as in the mode `Lease`, but without the time left. If an
-    /// application's transaction holds a key through [`LockIn`](crate::LockIn), listings show only
-    /// the key. [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but
-    /// never an application's transaction. To break a lock, the database user must be the holder's
-    /// user, or have the role `pg_signal_backend`, or the privilege `CONNECTION ADMIN`
+    /// application's transaction holds a key through [`LockIn`](crate::LockIn),
+    /// [`inspect`](LockAdmin::inspect) returns only the key, and [`list`](LockAdmin::list) omits
+    /// it. [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but never
+    /// an application's transaction. To break a lock, the database user must be the holder's user,
+    /// or have the role `pg_signal_backend`, or the privilege `CONNECTION ADMIN`
     /// (`CONNECTION_ADMIN` in MySQL).
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
@@ -176,7 +178,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for:
     ///
-    /// - session locks behind a pooler that changes connections between transactions
+    /// - session locks behind a pooler in transaction mode
     /// - a table that an incompatible version of Spring Integration has created
     ///
     /// # Cancel safety
@@ -218,8 +220,8 @@ impl<D: SpringDialect> SqlBackend<D> {
         config.validate().map_err(|error| error.into_backend_error(D::STORE))
     }
 
-    /// Returns the statements that create the tables, for installations where this program must not
-    /// create them.
+    /// Returns the statements that create the tables with the default prefix, for installations
+    /// where this program must not create them.
     #[must_use]
     pub const fn schema() -> &'static str {
         D::SCHEMA
@@ -457,7 +459,7 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
         };
         match &self.locks {
             Locks::Row { table, .. } => {
-                findings.extend(self.result_with_address(D::check_connection_limit(table).await)?);
+                findings.extend(self.result_with_address(D::diagnose_row_locks(table).await)?);
             }
             Locks::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
             Locks::Lease(_) | Locks::Session { .. } => {}

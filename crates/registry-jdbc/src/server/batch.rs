@@ -8,9 +8,9 @@ use super::lease_table::LeaseTable;
 use super::statement::fencing_token;
 
 impl<D: Dialect> LeaseTable<D> {
-    /// Grants all claims in one statement. Declines if there is a key that this process has not
-    /// recently released: its row probably does not exist or is held, and the statement would grant
-    /// nothing.
+    /// Grants all claims in one statement. Declines unless this process has recently released all
+    /// of the keys. The row of any other key is probably missing or held, and then the statement
+    /// would grant nothing.
     pub(super) async fn try_acquire_all(
         &self,
         claims: &[Claim],

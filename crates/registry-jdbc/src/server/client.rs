@@ -1,8 +1,8 @@
 //! Sends requests to a server over pooled connections.
 //!
-//! The client repeats a request that the server rolled back because of a conflict. It also repeats
-//! a request that failed because its connection broke unnoticed while it was idle, if the request
-//! may be sent again ([`Resend`]).
+//! The client repeats a request that MariaDB or MySQL rolled back because of a conflict. With any
+//! server, it repeats a request whose connection broke unnoticed while the connection was idle, if
+//! the request may be sent again ([`Resend`]).
 
 use std::fmt;
 use std::time::Duration;

@@ -28,14 +28,14 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
     OptionRow::time(
         "busy_timeout",
         (SERVER_TIME_MIN, RegistryBuilder::TIMEOUT_MAX),
-        "`1s`; at most five sixths of a `timeout` that is set",
+        "`1s`, or five sixths of `timeout` if that is shorter",
         "how long a statement waits for a row that another transaction has locked; MariaDB and MySQL round up to whole seconds",
     ),
     OptionRow::time(
         "purge_after",
         (PURGE_AFTER_MIN, TIME_MAX),
         "`1h`; at least twice the longest wait for a response",
-        "how long rows of free keys are kept; at least twice the longest wait for a response",
+        "how long rows of free keys are kept",
     ),
     OptionRow::new(
         "pool",
@@ -47,7 +47,7 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
         "mode",
         Values::Choice { what: "lock mode", names: &["lease", "session", "row"] },
         "`lease`",
-        "whether a lock is a row with a lease, a lock of a connection, or a locked row",
+        "whether a lock is a row with a lease, an advisory lock of a connection, or a locked row",
     ),
     OptionRow::new(
         "row_locks",
@@ -121,20 +121,22 @@ pub(crate) struct ServerSettings {
     options: GivenOptions,
 }
 
-/// The values of the options that depend on each other, as they were set.
+/// The values that depend on each other, as options or methods have set them.
 #[derive(Debug, Clone, Default)]
 struct GivenOptions {
     is_spring: bool,
     mode: Option<SqlMode>,
-    version: Option<SpringVersion>,
-    region: Option<String>,
-    prefix: Option<String>,
+    spring_version: Option<SpringVersion>,
+    spring_region: Option<String>,
+    spring_prefix: Option<String>,
     has_namespace: bool,
     has_row_locks: bool,
     lease: Option<Duration>,
     timeout: Option<Duration>,
     busy_timeout: Option<Duration>,
     purge_after: Option<Duration>,
+    /// Set only by a method.
+    response_timeout: Option<Duration>,
 }
 
 /// The version of Spring Integration.
@@ -206,10 +208,10 @@ impl ServerSettings {
             }
             "spring" => {
                 let versions = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
-                options.version = Some(parse_choice(value, &versions)?);
+                options.spring_version = Some(parse_choice(value, &versions)?);
             }
-            "region" => options.region = Some(value.to_owned()),
-            "prefix" => options.prefix = Some(value.to_owned()),
+            "region" => options.spring_region = Some(value.to_owned()),
+            "prefix" => options.spring_prefix = Some(value.to_owned()),
             _ if self.encryption.assign(name, value)? => {}
             _ => return Err(InvalidValue::unknown_option()),
         }
@@ -217,13 +219,26 @@ impl ServerSettings {
         Ok(())
     }
 
-    /// Computes `busy_timeout`, `response_timeout` and `purge_after` from the options. Keeps the
-    /// current limits if none of the three options is set.
+    pub(crate) fn set_response_timeout(&mut self, response_timeout: Duration) {
+        self.options.response_timeout = Some(response_timeout);
+        self.derive_limits();
+    }
+
+    pub(crate) fn set_busy_timeout(&mut self, busy_timeout: Duration) {
+        self.options.busy_timeout = Some(busy_timeout);
+        self.derive_limits();
+    }
+
+    pub(crate) fn set_purge_after(&mut self, purge_after: Duration) {
+        self.options.purge_after = Some(purge_after);
+        self.derive_limits();
+    }
+
+    /// Computes `busy_timeout`, `response_timeout` and `purge_after` from the values that options
+    /// or methods have set.
     fn derive_limits(&mut self) {
-        let GivenOptions { timeout, busy_timeout, purge_after, .. } = self.options;
-        if (timeout, busy_timeout, purge_after) == (None, None, None) {
-            return;
-        }
+        let GivenOptions { timeout, busy_timeout, purge_after, response_timeout, .. } =
+            self.options;
         self.busy_timeout = match (busy_timeout, timeout) {
             (Some(busy_timeout), _) => busy_timeout,
             // The engine ignores the result of a statement that takes longer than its time-out.
@@ -232,7 +247,8 @@ impl ServerSettings {
         };
         // The client must wait longer than a statement can take on the server.
         let longest = self.busy_timeout.max(timeout.unwrap_or_default());
-        self.response_timeout = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+        let derived = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+        self.response_timeout = response_timeout.unwrap_or(derived);
         // A row must be kept until every statement that could have read it has timed out.
         let default = Self::PURGE_AFTER.max(self.response_timeout * 2);
         self.purge_after = purge_after.unwrap_or(default);
@@ -246,7 +262,7 @@ impl ServerSettings {
             return Err(OptionError::new(
                 "table_prefix",
                 format!(
-                    "is {:?}; the tables' prefix must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit",
+                    "is {:?}; the tables' prefix must be 1 to {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, without a leading digit",
                     self.table_prefix
                 ),
             ));
@@ -335,14 +351,14 @@ impl GivenOptions {
         if !self.is_spring {
             return self.mode.clone().unwrap_or(SqlMode::Lease);
         }
-        let mut table = match (self.version, self.lease) {
+        let mut table = match (self.spring_version, self.lease) {
             (Some(SpringVersion::V6), Some(lease)) => SpringTable::v6(lease),
             _ => SpringTable::v7(),
         };
-        if let Some(region) = &self.region {
+        if let Some(region) = &self.spring_region {
             table = table.with_region(region);
         }
-        if let Some(prefix) = &self.prefix {
+        if let Some(prefix) = &self.spring_prefix {
             table = table.with_prefix(prefix);
         }
         SqlMode::Spring(table)
@@ -377,9 +393,9 @@ impl GivenOptions {
     fn check_spring(&self) -> Result<(), OptionError> {
         if !self.is_spring {
             let options = [
-                ("spring", self.version.is_some()),
-                ("region", self.region.is_some()),
-                ("prefix", self.prefix.is_some()),
+                ("spring", self.spring_version.is_some()),
+                ("region", self.spring_region.is_some()),
+                ("prefix", self.spring_prefix.is_some()),
             ];
             return match options.iter().find(|(_, is_set)| *is_set) {
                 Some((option, _)) => Err(OptionError::new(
@@ -397,7 +413,7 @@ impl GivenOptions {
             let problem = "has no effect with `layout=spring`; set `region` instead";
             return Err(OptionError::new("namespace", problem));
         }
-        if self.version == Some(SpringVersion::V6) && self.lease.is_none() {
+        if self.spring_version == Some(SpringVersion::V6) && self.lease.is_none() {
             return Err(OptionError::new(
                 "spring",
                 "is v6, which requires `lease`; set `lease` to the `timeToLive` of the peers (10s by default)",
@@ -502,9 +518,9 @@ macro_rules! server_config {
             /// Sets the maximum number of connections for statements. Default: 4.
             ///
             /// When all connections are busy, renewals may open one additional connection, and
-            /// releases another. PostgreSQL's listener also has a connection. A connection that
-            /// does not answer is replaced before it is closed. So the pool may have up to
-            /// `2 * (connections + 2)` open connections for a short time.
+            /// releases another. A connection that does not answer is replaced before it is closed.
+            /// So the pool may have up to `2 * (connections + 2)` open connections for a short
+            /// time. PostgreSQL's listener has one more connection, which is not in the pool.
             #[must_use]
             pub fn with_connections(mut self, connections: u32) -> Self {
                 self.settings.connections = connections;
@@ -531,30 +547,30 @@ macro_rules! server_config {
             /// connection. Default: 10 s, which is longer than the engine's own time-out.
             #[must_use]
             pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
-                self.settings.response_timeout = response_timeout;
+                self.settings.set_response_timeout(response_timeout);
                 self
             }
 
             /// Sets how long a statement waits for a row that another transaction has locked.
             /// Default: 1 s. MariaDB and MySQL round up to whole seconds.
             ///
-            /// After this time, the statement fails with a transient error. For example, a
-            /// transaction with a [fence](crate::Fence) locks such a row.
+            /// After this time, the statement fails with a transient error. A transaction with a
+            /// [fence](crate::Fence), for example, keeps such a row locked until it ends.
             #[must_use]
             pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
-                self.settings.busy_timeout = busy_timeout;
+                self.settings.set_busy_timeout(busy_timeout);
                 self
             }
 
             /// Sets how long rows of free keys are kept. Default: one hour.
             ///
-            /// The minimum is one minute, and twice
+            /// Must be at least one minute, and at least twice
             /// [`response_timeout`](Self::with_response_timeout). Otherwise a statement could
             /// outlast an acquisition, a release and the deletion of the row, and then issue a
             /// smaller token.
             #[must_use]
             pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
-                self.settings.purge_after = purge_after;
+                self.settings.set_purge_after(purge_after);
                 self
             }
 
@@ -604,7 +620,9 @@ impl ServerUrl {
         let (login, host) = url.login_and_hosts(&syntax)?;
         let database = url.path.strip_prefix('/').unwrap_or_default();
         if database.contains('/') {
-            return Err(no_database(url));
+            return Err(
+                url.invalid("contains a `/` in the name of the database; write it as `%2F`")
+            );
         }
         if login.as_ref().is_some_and(|login| login.user.expose().is_empty()) {
             return Err(url.invalid("contains a password without a user; write `USER:PASSWORD@`"));
@@ -633,7 +651,7 @@ impl ServerUrl {
     }
 }
 
-/// Returns an error if the URL has no database, because there is no default database.
+/// Returns an error if the URL has no database.
 pub(crate) fn require_database(url: &UrlParts<'_>) -> Result<(), BackendError> {
     if matches!(url.path, "" | "/") { Err(no_database(url)) } else { Ok(()) }
 }
@@ -711,7 +729,7 @@ mod tests {
             ("postgres:", "contains no server"),
             ("postgres://db", "contains no database"),
             ("postgres://db/", "contains no database"),
-            ("postgres://db/a/b", "contains no database"),
+            ("postgres://db/a/b", "`%2F`"),
             ("postgres:///x", "no valid host"),
             ("postgres://db:0/x", "no valid host"),
             ("postgres://a,b/x", "several servers"),

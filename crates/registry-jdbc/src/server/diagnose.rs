@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::Finding;
 
-/// `doctor` reports a larger difference between the clocks of server and host.
+/// `doctor` reports a difference between the clocks of server and host above this limit.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
 
 /// Returns this host's time in microseconds. Only for the comparison with the server's clock.
@@ -13,8 +13,8 @@ pub(crate) fn host_micros() -> i64 {
     i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// Returns a finding if the clocks of server and host differ. The server's clock was read between
-/// the host times `before` and `after`.
+/// Returns a finding if the clocks of server and host differ by more than [`CLOCK_DIFFERENCE_MAX`].
+/// The server's clock was read between the host times `before` and `after`.
 pub(crate) fn check_clock(before: i64, server_time: i64, after: i64) -> Option<Finding> {
     let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
     (Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX).then(|| {
@@ -25,7 +25,7 @@ pub(crate) fn check_clock(before: i64, server_time: i64, after: i64) -> Option<F
     })
 }
 
-/// Returns a finding if the server's connection limit is too low for `row_locks`.
+/// Returns a finding if `row_locks` is more than half of the server's connection limit.
 pub(crate) fn check_row_locks(row_locks: u32, connections_max: i64) -> Option<Finding> {
     (i64::from(row_locks) > connections_max / 2).then(|| {
         Finding::warning(format!(

@@ -115,7 +115,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     ) -> BoxFuture<'c, Result<Answer<Self::Row>, sqlx::Error>>;
 
     /// Sends plain text, without preparing it. Returns the rows.
-    fn send_plain(
+    fn simple_query(
         connection: &mut Self::Connection,
         text: String,
     ) -> BoxFuture<'_, Result<Vec<Self::Row>, sqlx::Error>>;
@@ -175,7 +175,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     }
 
     /// If an open transaction that `claim` fences blocks the release of `claim`, waits for the end
-    /// of the transaction.
+    /// of the transaction. Returns an error if the transaction does not end soon.
     fn wait_for_fence(
         _rows: &LeaseTable<Self>,
         _claim: &Claim,
@@ -213,7 +213,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     /// Returns findings about row locks: the server permits too few connections for the configured
     /// number of row locks, or row locks have been held for too long.
-    fn check_connection_limit(
+    fn diagnose_row_locks(
         table: &LeaseTable<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
@@ -287,9 +287,9 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
         0
     }
 
-    /// Returns the version of a busy attempt, for [`wait`](Self::wait): the position before the
-    /// attempt, or the version of the row that the attempt found. The version is the token of the
-    /// newest grant, or `since` if the row contains a record.
+    /// Returns the argument `version` of [`wait`](Self::wait) after a busy attempt: `position`, the
+    /// position before the attempt, or `version`, the version of the row that the attempt found. A
+    /// row's version is the token of its newest grant, or `since` if the row contains a record.
     fn busy_version(&self, position: u64, version: FencingToken) -> u64;
 
     /// Waits until the lock may have been released since the attempt that returned `version`.

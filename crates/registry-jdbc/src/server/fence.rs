@@ -6,7 +6,7 @@ use sqlx::Transaction;
 use super::SqlBackend;
 use super::backend::Locks;
 use super::dialect::{LeaseStore as _, SpringDialect};
-use super::store::TransactionStore;
+use super::store::TransactionDatabase;
 use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl<D: SpringDialect> Fence<D> for LockGuard {
@@ -41,7 +41,7 @@ async fn fence<D: SpringDialect>(
         Locks::Spring(spring) => spring.fence(claim, token),
     };
     let found =
-        D::send_plain(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
+        D::simple_query(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
     match found.first().map(|row| D::flag(row, 0)).transpose().map_err(classify::<D>)? {
         None => Err(explain_missing_row(guard, backend, transaction).await),
         // The snapshot is older than the grant, so reads after the fence would return rows that the
@@ -61,15 +61,15 @@ async fn explain_missing_row<D: SpringDialect>(
     backend: &SqlBackend<D>,
     transaction: &mut Transaction<'_, D>,
 ) -> FenceError {
-    match backend.store().transaction_store(transaction).await {
+    match backend.store().transaction_database(transaction).await {
         Err(error) => classify::<D>(error),
-        Ok(TransactionStore::Other) => FenceError::OtherDatabase,
+        Ok(TransactionDatabase::Other) => FenceError::OtherDatabase,
         // The snapshot may be older than the grant, or than the row that `ensure_row` wrote. A new
         // transaction shows whether the lock was lost.
-        Ok(TransactionStore::Same { has_old_snapshot: true }) if guard.is_held() => {
+        Ok(TransactionDatabase::Same { has_old_snapshot: true }) if guard.is_held() => {
             FenceError::Busy { source: None }
         }
-        Ok(TransactionStore::Same { .. }) => FenceError::lost(guard),
+        Ok(TransactionDatabase::Same { .. }) => FenceError::lost(guard),
     }
 }
 

@@ -1,5 +1,5 @@
 //! Leases in the native tables: the operations on a lock's row. All times are the server's. The
-//! rows of keys that several claims hold are in [`records`](super::records).
+//! module [`records`](super::records) handles rows with several claims or with a queue.
 
 use std::fmt;
 
@@ -40,15 +40,15 @@ pub(crate) struct RowStatements {
     pub(crate) insert_record: StatementText,
     /// Writes a row with a record, if it is unchanged.
     pub(crate) write_record: StatementText,
-    /// As `write_record`, for renewals. Skips a row that another transaction has locked, so that it
-    /// does not delay other renewals.
+    /// As `write_record`, for renewals. Skips a row that another transaction has locked, so that
+    /// this row does not delay other renewals.
     pub(crate) write_renewal: StatementText,
     /// As `write_record`, but first waits for all open transactions that fence the key.
     pub(crate) write_grant: StatementText,
     /// As `reacquire`, for a claim that is then alone in a record.
-    pub(crate) reacquire_single_claim: StatementText,
+    pub(crate) acquire_released_row: StatementText,
     /// As `release`, for a claim that is alone in a record.
-    pub(crate) release_single_claim: StatementText,
+    pub(crate) release_single_entry: StatementText,
     pub(crate) values: ValueStatements,
     pub(crate) waiters: WaiterStatements,
 }
@@ -71,14 +71,14 @@ pub(crate) struct LeaseTable<D: Dialect> {
     pub(crate) store: Store<D>,
     pub(crate) wakeups: D::Wakeups,
     pub(super) recently_released: RecentRows,
-    /// Rows with a record that made an attempt wait. The next attempt probably finds a record
-    /// again.
-    pub(super) rows_with_records: RecentRows,
+    /// Rows whose last attempt in [`records`](super::records) was busy. The next exclusive attempt
+    /// also uses `records`.
+    pub(super) rows_busy_in_records: RecentRows,
     /// Rows with a record whose only entry was the grant of a claim of this process. The release of
     /// this claim probably finds no other entry.
-    pub(super) rows_of_single_claims: RecentRows,
-    /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
-    /// held, so it reads the row before it tries to write.
+    pub(super) rows_with_single_entry: RecentRows,
+    /// Rows with a wait that no wake-up has ended. The next attempt probably finds such a row held,
+    /// so it reads the row before it tries to write.
     rows_waited_without_wakeup: RecentRows,
 }
 
@@ -90,8 +90,8 @@ impl<D: Dialect> LeaseTable<D> {
             store,
             wakeups,
             recently_released: RecentRows::default(),
-            rows_with_records: RecentRows::default(),
-            rows_of_single_claims: RecentRows::default(),
+            rows_busy_in_records: RecentRows::default(),
+            rows_with_single_entry: RecentRows::default(),
             rows_waited_without_wakeup: RecentRows::default(),
         })
     }
@@ -202,13 +202,13 @@ impl<D: Dialect> LeaseTable<D> {
         let row = self.row_id(claim.key());
         let is_exclusive = is_exclusive_grant(claim);
         if !is_exclusive && !claim.is_conversion() && self.recently_released.remove(row) {
-            if let Some(grant) = Box::pin(self.reacquire_single_claim(claim)).await? {
+            if let Some(grant) = Box::pin(self.acquire_released_row(claim)).await? {
                 return Ok(Some(Attempt::Granted(grant)));
             }
             let attempt = Box::pin(self.attempt_on_record(claim, notification_position)).await;
             return attempt.map(Some).map_err(BackendError::as_unknown);
         }
-        if !is_exclusive || self.rows_with_records.remove(row) {
+        if !is_exclusive || self.rows_busy_in_records.remove(row) {
             // Boxed, because the future is large, and most attempts need no record.
             return Box::pin(self.attempt_on_record(claim, notification_position)).await.map(Some);
         }
@@ -395,7 +395,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
     }
 }
 
-/// Returns whether `claim` requests an exclusive grant of a key.
+/// Returns whether `claim` requests a new exclusive grant, not a conversion.
 fn is_exclusive_grant(claim: &Claim) -> bool {
     claim.mode() == ClaimMode::Exclusive && !claim.is_conversion()
 }

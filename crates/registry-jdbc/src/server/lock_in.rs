@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Key, Registry};
+use registry_core::{Claim, Key, Registry};
 use sqlx::Transaction;
 
 use super::backend::{Locks, SqlBackend};
@@ -10,7 +10,7 @@ use super::dialect::{Dialect, SpringDialect};
 use super::lease_table::LeaseTable;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
-/// The table of a registry whose locks a transaction can hold.
+/// The table of a registry, if a transaction can hold its locks.
 #[derive(Debug)]
 pub(crate) struct LockableTable<'a, D: Dialect> {
     pub(crate) table: &'a LeaseTable<D>,
@@ -41,6 +41,9 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         let lockable =
             lockable_table::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
+        // No release of this lock reaches the store, so its rows are purged here. After the
+        // attempt, the purge could wait for the row that the transaction has locked.
+        lockable.table.store.maybe_purge(&Claim::new(key.clone(), Duration::ZERO)).await;
         let deadline = Deadline::after(wait);
         // The first attempt neither waits nor joins the local queue. So an error of the transaction
         // is returned at once, even if another caller holds the lock. A transaction that already

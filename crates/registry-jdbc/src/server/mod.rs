@@ -62,7 +62,7 @@ pub(crate) use recent_rows::RecentRows;
 pub(crate) use records::RECORD_MARKER;
 pub(crate) use row_id::RowId;
 pub use row_lock_sessions::RowLocksExhausted;
-pub(crate) use row_lock_sessions::{RowLockConnections, RowLockPermit, RowLockSessions};
+pub(crate) use row_lock_sessions::{RowLockPermit, RowLockPool, RowLockSessions};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};

@@ -1,4 +1,4 @@
-//! A connection pool for statements of one transaction each.
+//! A connection pool for requests that each begin and end their own transaction.
 //!
 //! sqlx's pool is unsuitable. Each time a connection returns, a separate task of sqlx's pool pings
 //! the server. sqlx also reuses connections whose last use was cancelled, even with an open
@@ -210,7 +210,7 @@ impl<C: Connection> ConnectionPool<C> {
     fn push(&self, connection: C) {
         let mut idle = self.idle();
         idle.push(Idle { connection, since: Instant::now() });
-        // Each return closes at most one connection that has been unused since a past peak.
+        // Each return closes at most one connection: the one with the longest idle time.
         let stale = idle.first().is_some_and(|oldest| oldest.since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);

@@ -1,6 +1,6 @@
-//! Decides when rows are purged: one release in 256 also purges a batch of rows, and one end of a
-//! wait in 256 purges the expired registrations of waiters. The statements are in the `sql` module
-//! of each kind of server.
+//! Decides when rows are purged: one release and one `lock_in` in 256 also purge a batch of rows,
+//! and one end of a wait in 256 purges the expired registrations of waiters. The statements are in
+//! the `sql` module of each kind of server.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,10 +8,12 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim};
 use tokio::time::timeout;
 
-/// A release purges a batch if the random id of its claim begins with this byte: one in 256.
+/// A release or a `lock_in` purges a batch if the random id of its claim begins with this byte: one
+/// in 256.
 const PURGE_ID_BYTE: u8 = 0;
 
-/// The maximum time that a batch adds to a release, even if all connections are busy.
+/// The maximum time that a batch adds to a release or a `lock_in`, even if all connections are
+/// busy.
 const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The number of rows that a batch checks, live and dead. This is twice the number of releases

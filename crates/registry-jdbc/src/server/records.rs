@@ -36,8 +36,8 @@ struct Columns {
     /// after which another claim may be granted.
     since: i64,
     /// The end of the grant. In a row with a record, this value is at least the end of the last
-    /// entry. Each write of a record increases `since` or `until`, so the two values together are
-    /// the version of the row.
+    /// entry. Each write of a record increases `since` or `until`, so equal values mean that the
+    /// record is unchanged.
     until: i64,
 }
 
@@ -184,7 +184,7 @@ struct Change {
     /// If this change ends the newest grant, the number of tokens that this grant used. Later
     /// grants may use the rest of its token block.
     block_used: Option<i64>,
-    kind: ChangeKind,
+    lock_wait: RowLockWait,
     /// Whether another claim may be granted after the change.
     wakes_waiters: bool,
     /// Whether the server may respond before the change is on its disk.
@@ -193,13 +193,13 @@ struct Change {
 
 /// Whether a change waits for other transactions that have locked the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ChangeKind {
+enum RowLockWait {
     /// The change waits for all transactions, including fenced transactions.
-    Grant,
-    /// The change waits for no transaction.
-    Renewal,
+    IncludingFences,
+    /// The change does not wait. It has no effect on a locked row.
+    SkipLocked,
     /// The change waits, but on some servers not for fenced transactions.
-    Other,
+    ExceptFences,
 }
 
 impl<D: Dialect> LeaseTable<D> {
@@ -227,15 +227,15 @@ impl<D: Dialect> LeaseTable<D> {
             if record == before {
                 return Ok(attempt);
             }
-            let kind = match is_granted && !joins_readers(claim, &before) {
-                true => ChangeKind::Grant,
-                false => ChangeKind::Other,
+            let lock_wait = match is_granted && !joins_readers(claim, &before) {
+                true => RowLockWait::IncludingFences,
+                false => RowLockWait::ExceptFences,
             };
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
             let change = Change {
                 grant,
                 block_used: None,
-                kind,
+                lock_wait,
                 // After a downgrade, other claims may be granted. The same applies after the grant
                 // of a queued claim, because the claims behind it move up.
                 wakes_waiters: is_granted && had_entry,
@@ -245,7 +245,7 @@ impl<D: Dialect> LeaseTable<D> {
             match self.write_row(claim.key(), &stored, &change, ConnectionUse::Acquire).await {
                 Ok(Some(written)) => {
                     if is_granted && before.is_empty() {
-                        self.rows_of_single_claims.insert(self.row_id(claim.key()));
+                        self.rows_with_single_entry.insert(self.row_id(claim.key()));
                     }
                     return Ok(self.with_seen_version(
                         claim,
@@ -281,7 +281,7 @@ impl<D: Dialect> LeaseTable<D> {
     /// Grants `claim` with one statement, without reading the row first, because the row is
     /// probably free. The statement writes a record whose only entry is this grant. Returns `None`
     /// if the row is missing or not free, or if an empty record would not grant the claim.
-    pub(super) async fn reacquire_single_claim(
+    pub(super) async fn acquire_released_row(
         &self,
         claim: &Claim,
     ) -> Result<Option<Grant>, BackendError> {
@@ -295,18 +295,18 @@ impl<D: Dialect> LeaseTable<D> {
             Value::bytes(entry.id_and_mode.as_bytes()),
             Value::bytes(entry.rest.as_bytes()),
         ];
-        let statement = Statement::new(&self.statements().reacquire_single_claim, values)
-            .with_at_most_one_row();
+        let statement =
+            Statement::new(&self.statements().acquire_released_row, values).with_at_most_one_row();
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         let Some(token) = D::granted_token(&answer)? else { return Ok(None) };
-        self.rows_of_single_claims.insert(self.row_id(claim.key()));
+        self.rows_with_single_entry.insert(self.row_id(claim.key()));
         Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
-    /// Adds the version after which a busy claim waits for a release: `notification_position`, or
-    /// the version of `row` if the server sends no notifications. For a busy claim, also adds the
-    /// row to `rows_with_records`.
+    /// Sets `seen_version` of a busy response: `notification_position`, or the version of `row` if
+    /// the server sends no notifications. Also adds the row to `rows_busy_in_records`. Returns any
+    /// other response unchanged.
     fn with_seen_version(
         &self,
         claim: &Claim,
@@ -316,7 +316,7 @@ impl<D: Dialect> LeaseTable<D> {
     ) -> Attempt {
         match attempt {
             Attempt::Busy(busy) => {
-                self.rows_with_records.insert(self.row_id(claim.key()));
+                self.rows_busy_in_records.insert(self.row_id(claim.key()));
                 let version =
                     row.map_or(0, |row| if row.has_record() { row.since } else { row.token });
                 let version = FencingToken::try_from(version).unwrap_or(FencingToken::MAX);
@@ -383,7 +383,8 @@ impl<D: Dialect> LeaseTable<D> {
             if record == before {
                 return Ok(renewed);
             }
-            let change = Change { kind: ChangeKind::Renewal, ..Change::without_grant(record) };
+            let change =
+                Change { lock_wait: RowLockWait::SkipLocked, ..Change::without_grant(record) };
             let connection_use = ConnectionUse::Renew(shortest);
             if self.write_row(key, &stored, &change, connection_use).await?.is_some() {
                 return Ok(renewed);
@@ -396,8 +397,8 @@ impl<D: Dialect> LeaseTable<D> {
     /// Removes the entry of `claim`.
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         let row = self.row_id(claim.key());
-        if self.rows_of_single_claims.remove(row)
-            && self.release_single_claim(claim).await? == Release::Freed
+        if self.rows_with_single_entry.remove(row)
+            && self.release_single_entry(claim).await? == Release::Freed
         {
             self.recently_released.insert(row);
             self.wakeups.on_release(claim.key());
@@ -427,12 +428,12 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Ends the grant of `claim` if its record has no other entry.
-    async fn release_single_claim(&self, claim: &Claim) -> Result<Release, BackendError> {
+    async fn release_single_entry(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut values =
             vec![self.id_value(claim.key()), Value::entry_prefix(claim), Value::token_block(claim)];
         values.extend(self.wakeups.notification(self.row_id(claim.key())));
         let statement =
-            Statement::new(&self.statements().release_single_claim, values).with_at_most_one_row();
+            Statement::new(&self.statements().release_single_entry, values).with_at_most_one_row();
         Ok(self.store.release(&statement).await?.release_outcome())
     }
 
@@ -481,7 +482,8 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Writes `change` if the row is still equal to `stored`. Returns the written columns, or
-    /// `None` if another request has changed the row.
+    /// `None` if no row was written: the row has changed, or a renewal skipped it because it was
+    /// locked.
     async fn write_row(
         &self,
         key: &Key,
@@ -515,10 +517,10 @@ impl<D: Dialect> LeaseTable<D> {
                     Value::Number(i64::from(change.allows_async_commit)),
                 ]);
                 values.extend(self.wakeups.notification(self.row_id(key)));
-                match change.kind {
-                    ChangeKind::Grant => &statements.write_grant,
-                    ChangeKind::Renewal => &statements.write_renewal,
-                    ChangeKind::Other => &statements.write_record,
+                match change.lock_wait {
+                    RowLockWait::IncludingFences => &statements.write_grant,
+                    RowLockWait::SkipLocked => &statements.write_renewal,
+                    RowLockWait::ExceptFences => &statements.write_record,
                 }
             }
         };
@@ -532,7 +534,8 @@ impl<D: Dialect> LeaseTable<D> {
     }
 
     /// Returns the error of a request that other clients' changes prevented too often. The request
-    /// has changed nothing. Queries the meta row first, and returns its error if it is unusable.
+    /// has changed nothing. Checks the meta row first, and returns the error of a failed check
+    /// instead.
     async fn conflict_error(&self) -> BackendError {
         if let Err(error) = self.store.check_meta().await {
             return error;
@@ -552,7 +555,7 @@ impl Change {
             record,
             grant: None,
             block_used: None,
-            kind: ChangeKind::Other,
+            lock_wait: RowLockWait::ExceptFences,
             wakes_waiters: false,
             allows_async_commit: false,
         }

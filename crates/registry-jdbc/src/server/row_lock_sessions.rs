@@ -129,7 +129,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
 }
 
 /// A pool of connections for row locks. Each held lock uses one connection.
-pub(crate) struct RowLockConnections<C> {
+pub(crate) struct RowLockPool<C> {
     max: u32,
     permits: Arc<Semaphore>,
     /// Connections without a lock. The most recently returned connection is last.
@@ -139,7 +139,7 @@ pub(crate) struct RowLockConnections<C> {
 /// The permit for one connection.
 pub(crate) type RowLockPermit = OwnedSemaphorePermit;
 
-impl<C> RowLockConnections<C> {
+impl<C> RowLockPool<C> {
     pub(crate) fn new(max: u32) -> Self {
         let permits = usize::try_from(max).unwrap_or(usize::MAX).min(Semaphore::MAX_PERMITS);
         Self { max, permits: Arc::new(Semaphore::new(permits)), idle: Mutex::default() }
@@ -159,11 +159,11 @@ impl<C> RowLockConnections<C> {
         Ok((permit, last.filter(|_| !is_stale).map(|(connection, _)| connection)))
     }
 
-    /// Returns a connection that holds no lock to the pool.
+    /// Puts a connection back into the pool. The connection must hold no lock.
     pub(crate) fn release(&self, permit: RowLockPermit, connection: C) {
         let mut idle = self.idle();
         idle.push((connection, Instant::now()));
-        // Each return closes at most one connection that has been unused since a past peak.
+        // Each return closes at most one connection: the one with the longest idle time.
         let stale = idle.first().is_some_and(|(_, since)| since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);

@@ -20,8 +20,8 @@ impl<D: SpringDialect> RunIn<D> for ScheduledJob {
     }
 }
 
-/// Writes the record of a job, its value block, in the fenced transaction. Returns whether the
-/// record was written.
+/// Writes the record of a job to the value block of its key, in the fenced transaction. Returns
+/// whether the record was written.
 async fn write_record<D: SpringDialect>(
     guard: &LockGuard,
     transaction: &mut Transaction<'_, D>,
@@ -38,10 +38,10 @@ async fn write_record<D: SpringDialect>(
     };
     let token = guard.fencing_token();
     let write = table.write_value_statement(&text, guard.claim(), token, &value);
-    D::send_plain(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
+    D::simple_query(transaction, write.inlined::<D>()).await.map_err(classify::<D>)?;
     // Not every server returns the number of rows that plain text wrote, so read the value again.
     let read = table.read_value_statement(guard.claim().key());
-    let found = D::send_plain(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
+    let found = D::simple_query(transaction, read.inlined::<D>()).await.map_err(classify::<D>)?;
     let Some(row) = found.first() else { return Ok(false) };
     let stored = D::number(row, 0).map_err(classify::<D>)?;
     let bytes = D::bytes(row, 1).map_err(classify::<D>)?;

@@ -70,7 +70,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         key: &Key,
     ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
 
-    /// Checks that the session still exists.
+    /// Checks that the session still exists, and in MariaDB and MySQL that the server is writable.
     fn check_session(
         &self,
         connection: &mut Self::Connection,
@@ -103,8 +103,8 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         self.table().row_id(key).bytes().to_vec()
     }
 
-    /// Waits until the lock may have been released after `position`. Polls if the server sends no
-    /// notifications.
+    /// Waits until the lock may have been released after `position`. The default waits for a
+    /// wake-up from the table's [`WakeupSource`](super::WakeupSource).
     fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send {
         self.table().wakeups.wait(self.table().row_id(key), position)
     }
@@ -132,7 +132,8 @@ pub(crate) enum LockAttempt {
 /// The effect of a failed command.
 #[derive(Debug)]
 pub(crate) enum SessionFailure {
-    /// The server refused the command. Nothing was acquired or released, and the session continues.
+    /// The server refused the command, or no connection was opened. Nothing was acquired or
+    /// released. An existing session continues.
     Rejected(BackendError),
     /// The session has ended, or must end.
     Broken(BackendError),
@@ -690,7 +691,14 @@ impl<P: SessionProtocol> SessionState<P> {
         }
         // If `unlock` fails, the session ends. It is then unknown how long the lock was held, and a
         // retry is useless. So the result is `NotHeld`.
-        if self.unlock(&name).await { Release::Freed } else { Release::NotHeld }
+        let token = self.held.get(&name).map(|held| held.token);
+        if !self.unlock(&name).await {
+            return Release::NotHeld;
+        }
+        if let Some(token) = token {
+            self.reservations.return_unused(&name, token, claim.token_block());
+        }
+        Release::Freed
     }
 
     async fn ensure_row(&mut self, claim: &Claim) -> Result<bool, BackendError> {

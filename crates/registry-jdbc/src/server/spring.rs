@@ -105,7 +105,7 @@ impl SpringTable {
             |(a, b)| is_word(a, false) && is_word(b, true),
         ) {
             return Err(format!(
-                "the prefix {:?} of Spring's table must have at most {WORD_BYTES_MAX} ASCII letters, digits and underscores, after an optional schema and a dot",
+                "the prefix {:?} of Spring's table must have at most {WORD_BYTES_MAX} ASCII letters, digits and underscores, and no leading digit, after an optional schema and a dot",
                 self.prefix
             ));
         }

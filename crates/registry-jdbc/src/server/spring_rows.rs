@@ -20,7 +20,7 @@ use super::{
 };
 
 /// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
-/// Notification parameters differ, so they come last.
+/// PostgreSQL's additional parameters come last.
 #[derive(Debug)]
 pub(crate) struct SpringStatements {
     pub(crate) acquire: StatementText,

@@ -21,11 +21,12 @@ pub(crate) struct Store<D: Dialect> {
 
 /// Whether a caller's transaction is in the store's database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TransactionStore {
+pub(crate) enum TransactionDatabase {
     /// The transaction is in another database.
     Other,
     Same {
-        /// Whether the transaction may read a snapshot that is older than this query.
+        /// Whether the transaction keeps the snapshot of its first read. Always false in MariaDB
+        /// and MySQL, which do not report it.
         has_old_snapshot: bool,
     },
 }
@@ -54,8 +55,10 @@ impl<D: Dialect> Store<D> {
     }
 
     /// Sends a statement that ends a grant. Repeats the statement only if the server rolled it back
-    /// because of a conflict, not after a broken connection: if the first one was executed, the
-    /// second would report that the claim held nothing. The engine decides about a retry.
+    /// because of a conflict.
+    ///
+    /// After a broken connection, the engine decides about a retry: if the server executed the
+    /// first request, a second one reports that the claim held nothing.
     pub(crate) async fn release(
         &self,
         statement: &Statement<'_>,
@@ -78,21 +81,21 @@ impl<D: Dialect> Store<D> {
 
     /// Returns whether the caller's transaction is in this store's database. Reads the meta row in
     /// the transaction.
-    pub(crate) async fn transaction_store(
+    pub(crate) async fn transaction_database(
         &self,
         connection: &mut D::Connection,
-    ) -> Result<TransactionStore, sqlx::Error> {
+    ) -> Result<TransactionDatabase, sqlx::Error> {
         let meta = &self.statements.as_ref().as_ref().meta;
-        let rows = D::send_plain(connection, Statement::new(meta, []).inlined::<D>()).await?;
-        let Some(row) = rows.first() else { return Ok(TransactionStore::Other) };
+        let rows = D::simple_query(connection, Statement::new(meta, []).inlined::<D>()).await?;
+        let Some(row) = rows.first() else { return Ok(TransactionDatabase::Other) };
         // The table may have another id, or may belong to another program.
         if D::bytes(row, 1).ok().flatten().as_ref() != Some(&self.id) {
-            return Ok(TransactionStore::Other);
+            return Ok(TransactionDatabase::Other);
         }
-        Ok(TransactionStore::Same { has_old_snapshot: D::flag(row, 3)? })
+        Ok(TransactionDatabase::Same { has_old_snapshot: D::flag(row, 3)? })
     }
 
-    /// Purges a batch of rows after one release in 256.
+    /// Purges a batch of rows for one claim in 256.
     pub(crate) async fn maybe_purge(&self, claim: &Claim) {
         purge::maybe_purge(claim, |start| D::purge_batch(self, start)).await;
     }

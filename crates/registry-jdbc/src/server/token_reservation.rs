@@ -5,14 +5,15 @@
 //! contains this session's last claim, no other client was granted the key since. Then reading the
 //! row is enough.
 //!
-//! Tokens are server times in microseconds. A write reserves all tokens up to a time slightly ahead
-//! of the clock. The session issues a reserved token only when the server's clock has reached it. A
-//! crash may lose a row with its reservation. This is safe: new tokens come from the clock and
-//! exceed every issued token, unless the clock was set back.
+//! Tokens are server times in microseconds. A write may reserve all tokens up to a time slightly
+//! ahead of the clock. The session issues a reserved token only when the server's clock has reached
+//! it. A crash may lose a row with its reservation. This is safe: new tokens come from the clock
+//! and exceed every issued token, unless the clock was set back.
 //!
 //! After a reservation, another client's first token may be ahead of the clock. To limit this
 //! difference, a reservation covers only a fraction of the time since the session's uninterrupted
-//! series of grants began.
+//! series of grants began. While the tokens are ahead of the clock, no session reserves: each write
+//! would otherwise move the tokens further ahead by a whole reservation.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -36,7 +37,8 @@ pub(crate) struct TokenPlan {
     pub(crate) last_row: Option<WrittenRow>,
     /// The number of tokens that the grant itself needs.
     block_size: i64,
-    /// The number of tokens to reserve in addition, if the row is unchanged.
+    /// The number of tokens to reserve in addition, if the row is unchanged and the tokens are not
+    /// ahead of the clock.
     reserve: i64,
 }
 
@@ -51,14 +53,18 @@ pub(crate) struct SessionGrant {
 }
 
 impl TokenPlan {
-    /// Returns how many tokens the write takes: those of the grant and, with `is_consecutive`, the
-    /// reservation.
-    pub(crate) const fn tokens_to_write(&self, is_consecutive: bool) -> i64 {
-        if is_consecutive { self.block_size.saturating_add(self.reserve) } else { self.block_size }
+    /// Returns how many tokens the write takes: those of the grant, and the reservation if one is
+    /// due. `now_if_consecutive` is the server's time, if no other client was granted the key since
+    /// this session's last grant.
+    pub(crate) fn tokens_to_write(&self, now_if_consecutive: Option<i64>) -> i64 {
+        let last_row = self.last_row.as_ref();
+        let reserves =
+            last_row.zip(now_if_consecutive).is_some_and(|(last, now)| last.tokens.start <= now);
+        if reserves { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
 
-    /// Returns a grant that needs no write. Returns `None` if `now`, the server's time, is not an
-    /// unused reserved token.
+    /// Returns a grant that needs no write. Its tokens begin at `now`, the server's time. Returns
+    /// `None` unless all of them are reserved and unused.
     pub(crate) fn grant_from_reservation(&self, now: i64) -> Option<SessionGrant> {
         let last = self.last_row.as_ref()?;
         let next_unused = now.checked_add(self.block_size)?;
@@ -75,11 +81,12 @@ impl TokenPlan {
         &self,
         claim: &Claim,
         token: i64,
-        is_consecutive: bool,
+        now_if_consecutive: Option<i64>,
     ) -> Option<SessionGrant> {
         let tokens = token.checked_add(self.block_size)?
-            ..token.checked_add(self.tokens_to_write(is_consecutive))?;
+            ..token.checked_add(self.tokens_to_write(now_if_consecutive))?;
         let row = WrittenRow { claim: claim.id(), tokens };
+        let is_consecutive = now_if_consecutive.is_some();
         Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_consecutive })
     }
 }
@@ -93,6 +100,8 @@ pub(crate) struct TokenReservations(HashMap<Vec<u8>, GrantSeries>);
 struct GrantSeries {
     started_at: Instant,
     last_grant_at: Instant,
+    /// The first token of the last grant.
+    last_token: FencingToken,
     row: WrittenRow,
 }
 
@@ -101,8 +110,8 @@ impl GrantSeries {
         now.saturating_duration_since(self.last_grant_at) >= RESERVATION_TIME_MAX
     }
 
-    /// Returns the length of time for which to reserve tokens. Zero if the next grant will probably
-    /// be requested after that time.
+    /// Returns the length of time for which to reserve tokens. Zero if the pause since the last
+    /// grant was at least as long: the next grant would probably come too late.
     fn reservation_time(&self, now: Instant) -> Duration {
         let reserve = (now.saturating_duration_since(self.started_at) / RESERVE_DIVISOR)
             .min(RESERVATION_TIME_MAX);
@@ -133,8 +142,19 @@ impl TokenReservations {
             self.0.get(name).filter(|series| granted.is_consecutive && !series.has_ended(now));
         let started_at = previous.map_or(now, |series| series.started_at);
         if self.0.len() < SERIES_MAX || self.0.contains_key(name) {
-            let series = GrantSeries { started_at, last_grant_at: now, row: granted.row.clone() };
+            let (last_token, row) = (granted.token, granted.row.clone());
+            let series = GrantSeries { started_at, last_grant_at: now, last_token, row };
             self.0.insert(name.to_vec(), series);
+        }
+    }
+
+    /// Makes the tokens available again that the released grant with the first token `token` did
+    /// not use. Otherwise, a grant within the next microseconds could not use the reservation.
+    pub(crate) fn return_unused(&mut self, name: &[u8], token: FencingToken, used: u32) {
+        if let Some(series) = self.0.get_mut(name).filter(|series| series.last_token == token) {
+            let first_unused = i64::from(token).saturating_add(i64::from(used));
+            let tokens = &mut series.row.tokens;
+            tokens.start = tokens.start.min(first_unused);
         }
     }
 
@@ -178,7 +198,7 @@ mod tests {
             (TokenReservations::default(), claim(), Instant::now());
         let granted = reservations
             .plan(NAME, &claim, started_at)
-            .grant_from_write(&claim, 100, false)
+            .grant_from_write(&claim, 100, None)
             .unwrap();
         reservations.record_grant(NAME, &granted, started_at);
         reservations.0.get_mut(NAME).unwrap().last_grant_at = started_at + duration;
@@ -189,26 +209,44 @@ mod tests {
     fn a_reservation_is_a_part_of_the_time_without_other_grants() {
         let (reservations, claim, now) = series_of(Duration::from_millis(80));
         let plan = reservations.plan(NAME, &claim, now);
-        assert_eq!((plan.tokens_to_write(true), plan.tokens_to_write(false)), (3 + 10_000, 3));
+        let tokens = (plan.tokens_to_write(Some(103)), plan.tokens_to_write(None));
+        assert_eq!(tokens, (3 + 10_000, 3));
         // Rare grants reserve nothing, and the reservation has a limit.
         let later = reservations.plan(NAME, &claim, now + Duration::from_millis(40));
-        assert_eq!(later.tokens_to_write(true), 3);
+        assert_eq!(later.tokens_to_write(Some(103)), 3);
         let (reservations, claim, now) = series_of(Duration::from_secs(3_600));
-        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(true), 3 + 1_000_000);
+        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(Some(103)), 3 + 1_000_000);
         assert_eq!(reservations.plan(NAME, &claim, now + RESERVATION_TIME_MAX).last_row, None);
         // After another client's grant a new series starts.
         let mut reservations = reservations;
         let granted =
-            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 500, false).unwrap();
+            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 500, None).unwrap();
         reservations.record_grant(NAME, &granted, now);
-        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(true), 3);
+        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(Some(503)), 3);
+    }
+
+    #[test]
+    fn tokens_ahead_of_the_clock_are_not_moved_further_ahead_by_a_reservation() {
+        let (mut reservations, claim, now) = series_of(Duration::from_secs(8));
+        let plan = reservations.plan(NAME, &claim, now);
+        assert_eq!(plan.tokens_to_write(Some(102)), 3);
+        assert_eq!(plan.tokens_to_write(Some(103)), 3 + 1_000_000);
+        let granted = plan.grant_from_write(&claim, 103, Some(102)).unwrap();
+        assert_eq!(granted.row.tokens, 106..106);
+        assert!(granted.is_consecutive, "the series continues");
+        reservations.record_grant(NAME, &granted, now);
+        let plan = reservations.plan(NAME, &claim, now);
+        assert_eq!(plan.tokens_to_write(Some(105)), 3);
+        assert_eq!(plan.tokens_to_write(Some(106)), 3 + 1_000_000);
     }
 
     #[test]
     fn a_reserved_token_is_issued_once_and_not_before_its_time() {
         let (mut reservations, claim, now) = series_of(Duration::from_millis(80));
-        let granted =
-            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 1_000, true).unwrap();
+        let granted = reservations
+            .plan(NAME, &claim, now)
+            .grant_from_write(&claim, 1_000, Some(1_000))
+            .unwrap();
         assert_eq!(granted.row.tokens, 1_003..11_003);
         reservations.record_grant(NAME, &granted, now);
         let plan = reservations.plan(NAME, &claim, now);
@@ -227,10 +265,30 @@ mod tests {
     }
 
     #[test]
+    fn a_release_returns_the_tokens_that_its_grant_did_not_use() {
+        let (mut reservations, claim, now) = series_of(Duration::from_millis(80));
+        let plan = reservations.plan(NAME, &claim, now);
+        let granted = plan.grant_from_write(&claim, 1_000, Some(1_000)).unwrap();
+        reservations.record_grant(NAME, &granted, now);
+        let next_start = |reservations: &TokenReservations| {
+            let plan = reservations.plan(NAME, &claim, now);
+            [1_000, 1_001, 1_002, 1_003].map(|now| plan.grant_from_reservation(now).is_some())
+        };
+        assert_eq!(next_start(&reservations), [false, false, false, true]);
+        let other = FencingToken::new(999).unwrap();
+        reservations.return_unused(NAME, other, 1);
+        assert_eq!(next_start(&reservations), [false, false, false, true]);
+        reservations.return_unused(NAME, granted.token, 2);
+        assert_eq!(next_start(&reservations), [false, false, true, true]);
+        reservations.return_unused(NAME, granted.token, 3);
+        assert_eq!(next_start(&reservations), [false, false, true, true], "returned only once");
+    }
+
+    #[test]
     fn the_number_of_remembered_keys_is_limited() {
         let (mut reservations, claim, now) = series_of(Duration::ZERO);
         let granted =
-            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 100, false).unwrap();
+            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 100, None).unwrap();
         for n in 0..2 * SERIES_MAX {
             reservations.record_grant(&n.to_be_bytes(), &granted, now);
         }

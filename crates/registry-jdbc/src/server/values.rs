@@ -62,9 +62,9 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
                 Ok(false) => Ok(ValueWrite::NotHeld),
                 Err(error) => Err(error),
             },
-            // The row keeps its claim after the end of the grant, so the renewal checks the
-            // connection first. If the grant ends before the write, the next grant changes the row
-            // before it begins.
+            // The row keeps its claim after the end of the grant. So a renewal first checks the
+            // connection. If another claim is then granted the key before the write, its grant has
+            // replaced the row's claim, and the write finds no row.
             Locks::Row { table, sessions } => {
                 match sessions.renew(std::slice::from_ref(claim)).await.pop() {
                     Some(Ok(Renewal::Renewed(_))) => {

@@ -20,8 +20,8 @@ pub(crate) struct WaiterStatements {
     pub(crate) register: StatementText,
     /// Parameters: id, claim.
     pub(crate) unregister: StatementText,
-    /// Returns key, mode, label, the microseconds waited, and those left, of the claims that wait
-    /// for a key.
+    /// Returns, for each claim that waits for a key: key, mode, label, microseconds waited, and
+    /// microseconds until its registration expires.
     ///
     /// Parameter: id.
     pub(crate) of_key: StatementText,

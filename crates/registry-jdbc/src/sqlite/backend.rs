@@ -73,8 +73,8 @@ pub struct SqliteBackend {
     pub(super) paths: DatabasePaths,
     pub(super) store_id: Vec<u8>,
     pub(super) statements: Arc<SqliteStatementBinder>,
-    /// The largest token that this backend has reserved for any key, plus one. While the wall clock
-    /// is behind this number, [`sql::ACQUIRE_AT`] may refuse the clock's value as a token.
+    /// This backend may already have reserved tokens below this number. While the wall clock is
+    /// behind this number, [`sql::ACQUIRE_AT`] may refuse the clock's value as a token.
     next_token_min: AtomicI64,
     pub(super) writer: ReconnectingConnection,
     pub(super) reader: Arc<ReconnectingConnection>,
@@ -86,8 +86,8 @@ impl SqliteBackend {
     ///
     /// # Errors
     /// [`BackendError`] with a cause and a remedy:
-    /// - `Misconfigured` if the folder is missing, the path is a folder, the tables have a newer
-    ///   version, the disk is full, or the system is not Linux.
+    /// - `Misconfigured` if the namespace is invalid, the folder is missing, the path is a folder,
+    ///   the tables have a newer version, the disk is full, or the system is not Linux.
     /// - `Denied` without write access.
     /// - `Protocol` for a file that is no database or is damaged.
     /// - `Transient` if other processes keep the file locked.
@@ -103,6 +103,7 @@ impl SqliteBackend {
         config: SqliteConfig,
         clock: Arc<dyn StoreClock>,
     ) -> Result<Self, BackendError> {
+        config.validate().map_err(|error| error.into_backend_error(super::STORE.name))?;
         let OpenedStore { writer, reader, worker, paths, store_id } =
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
@@ -442,7 +443,8 @@ impl LockAdmin for SqliteBackend {
 /// may be such a writer.
 const FENCED_BUSY_LIMIT: Duration = Duration::from_millis(500);
 
-/// Returns how long a release of `claim`, or a write of its record, waits for other writers.
+/// Returns how long a release of `claim`, or a write of its record, waits for other writers, unless
+/// `busy_timeout` is shorter.
 pub(super) fn busy_limit(claim: &Claim) -> Duration {
     if claim.is_fenced() { FENCED_BUSY_LIMIT } else { Duration::MAX }
 }

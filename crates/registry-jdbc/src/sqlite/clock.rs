@@ -152,8 +152,8 @@ fn time_namespace_offset() -> Result<i64, BackendError> {
 
     // Kernels before 5.6 have neither the file nor the namespaces.
     let Ok(text) = read_to_string("/proc/self/timens_offsets") else { return Ok(0) };
-    // The file contains the offsets of future children. Between `unshare` and `exec` these differ
-    // from this process's own offsets.
+    // The file contains the offsets of future children. After `unshare`, they may differ from this
+    // process's own offsets.
     if let (Ok(own), Ok(children)) =
         (read_link("/proc/self/ns/time"), read_link("/proc/self/ns/time_for_children"))
         && own != children

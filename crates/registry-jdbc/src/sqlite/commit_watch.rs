@@ -126,7 +126,8 @@ mod linux {
                         | AddWatchFlags::IN_ATTRIB,
                 )
                 .ok()?;
-            // Tokio panics in a runtime without I/O, and has no other way to detect one.
+            // In a runtime without I/O, this call panics. Tokio has no other way to detect such a
+            // runtime.
             let events =
                 catch_unwind(AssertUnwindSafe(|| register_fd(InotifyFd(inotify)))).ok()?.ok()?;
             Some(Self { events })
@@ -147,7 +148,7 @@ mod linux {
                             | AddWatchFlags::IN_ATTRIB
                             | AddWatchFlags::IN_UNMOUNT;
                         // The removal of the last name of an open file changes its attributes.
-                        // Other changes of the attributes are rare.
+                        // Other changes of the attributes are rare, so they count as a removal.
                         if events.iter().any(|event| event.mask.intersects(removed_mask)) {
                             return Err(io::ErrorKind::NotFound.into());
                         }

@@ -1,4 +1,4 @@
-//! Configuration of a SQLite store. `SqliteBackend::open` validates it.
+//! Configuration of a SQLite store. `SqliteBackend::open` validates it, and checks the path.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -49,9 +49,9 @@ pub struct SqliteConfig {
     pub busy_timeout: Duration,
     /// How long a key must have been free before its row may be deleted. Default: one hour.
     pub purge_after: Duration,
-    /// The value of the option `busy_timeout`, which has precedence over the limit that follows
-    /// from `timeout`.
-    busy_timeout_option: Option<Duration>,
+    /// The `busy_timeout` that an option or a method has set. It has precedence over the limit that
+    /// follows from `timeout`.
+    explicit_busy_timeout: Option<Duration>,
     timeout: Option<Duration>,
 }
 
@@ -64,7 +64,7 @@ impl SqliteConfig {
             namespace: "default".to_owned(),
             busy_timeout: BUSY_TIMEOUT,
             purge_after: Duration::from_secs(60 * 60),
-            busy_timeout_option: None,
+            explicit_busy_timeout: None,
             timeout: None,
         }
     }
@@ -80,7 +80,7 @@ impl SqliteConfig {
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
         if url.scheme != "sqlite" {
-            return Err(url.invalid("has no scheme of SQLite; write `sqlite:PATH`"));
+            return Err(url.invalid("has no SQLite scheme; write `sqlite:PATH`"));
         }
         if url.authority.is_some_and(|authority| !authority.is_empty()) {
             return Err(url.invalid(
@@ -106,7 +106,7 @@ impl SqliteConfig {
     #[must_use]
     pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
         self.busy_timeout = busy_timeout;
-        self.busy_timeout_option = Some(busy_timeout);
+        self.explicit_busy_timeout = Some(busy_timeout);
         self
     }
 
@@ -138,11 +138,11 @@ impl BackendConfig for SqliteConfig {
             "namespace" => self.namespace = value.to_owned(),
             "timeout" => self.timeout = Some(parse_time(value)?),
             "layout" => {}
-            "busy_timeout" => self.busy_timeout_option = Some(parse_time(value)?),
+            "busy_timeout" => self.explicit_busy_timeout = Some(parse_time(value)?),
             "purge_after" => self.purge_after = parse_time(value)?,
             _ => return Err(InvalidValue::unknown_option()),
         }
-        match (self.busy_timeout_option, self.timeout) {
+        match (self.explicit_busy_timeout, self.timeout) {
             (Some(busy_timeout), _) => self.busy_timeout = busy_timeout,
             // The engine ignores the result of a statement that takes longer than its time-out.
             (None, Some(timeout)) => self.busy_timeout = BUSY_TIMEOUT.min(timeout * 5 / 6),

@@ -270,9 +270,9 @@ impl FileConnector {
     /// its path before and after the opening is the opened file. The file's inode cannot have been
     /// reused, because this connection or an earlier connection keeps the file open.
     async fn connect(&self) -> Result<SqliteConnection, BackendError> {
-        // The first connection creates the log and the index, so only the second attempt can find
-        // these files before it connects. Connections of other processes may remove the files when
-        // they close.
+        // If the log and the index do not exist, the first attempt creates them. So only the second
+        // attempt finds them before it connects. Connections of other processes may remove the
+        // files when they close.
         const ATTEMPTS_MAX: u32 = 5;
         let path = &self.paths.path;
         let mut earlier_connections = Vec::new();
@@ -368,8 +368,8 @@ pub(super) async fn connect(
 /// Runs a statement until SQLite reports that it is done, which is after the commit.
 ///
 /// `fetch_one` and `fetch_optional` stop at the first row. The commit then happens while the
-/// statement is reset, and its error (a full disk) is lost. `execute` and `fetch_all` wait for the
-/// end of the stream. This wait costs one more thread switch, a sixth of the total time.
+/// statement is reset, and its error (a full disk) is lost. `execute` and `fetch_all` also wait for
+/// the end of the stream. That wait would cost one more thread switch, a sixth of the total time.
 async fn run_once(
     statement: SqliteQuery,
     connection: &mut SqliteConnection,

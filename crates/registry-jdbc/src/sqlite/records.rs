@@ -63,7 +63,7 @@ impl SqliteBackend {
     pub(super) async fn attempt_on_record(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if claim.mode() != ClaimMode::Exclusive
             && !claim.is_conversion()
-            && let Some(grant) = self.try_grant_single_claim(claim).await?
+            && let Some(grant) = self.try_grant_single_entry(claim).await?
         {
             return Ok(Attempt::Granted(grant));
         }
@@ -100,15 +100,15 @@ impl SqliteBackend {
     }
 
     /// Grants a free key to `claim`, which is then alone in its record, in one statement. Returns
-    /// `None` if the key is held, or if its tokens are ahead of the wall clock.
-    async fn try_grant_single_claim(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
+    /// `None` if the key is held, or if earlier tokens may be ahead of the wall clock.
+    async fn try_grant_single_entry(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
         let wall = self.statements.clock.wall();
         if !self.is_above_granted_tokens(wall) {
             return Ok(None);
         }
         let token = self.fencing_token(wall)?;
         let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
-        let make_statement = move || statements.acquire_single_claim(&owned_claim, token);
+        let make_statement = move || statements.acquire_single_entry(&owned_claim, token);
         if self.writer.execute_low_priority(make_statement).await? == 0 {
             return Ok(None);
         }
@@ -120,7 +120,7 @@ impl SqliteBackend {
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.mode() != ClaimMode::Exclusive {
             let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
-            let make_statement = move || statements.release_single_claim(&owned_claim);
+            let make_statement = move || statements.release_single_entry(&owned_claim);
             if self.writer.execute_within(busy_limit(claim), make_statement).await? > 0 {
                 return Ok(Release::Freed);
             }
@@ -314,7 +314,8 @@ impl SqliteBackend {
     }
 
     fn too_many_changes(&self) -> BackendError {
-        let message = format!("{CHANGES_MAX} other changes of the key interfered; try again");
+        let message =
+            format!("other clients changed the key during each of {CHANGES_MAX} attempts; retry");
         super::error::at_path(BackendErrorKind::Transient, self.path(), message).as_refused()
     }
 }

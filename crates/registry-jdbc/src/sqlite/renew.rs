@@ -21,7 +21,8 @@ impl SqliteBackend {
         let mut results = Vec::with_capacity(claims.len());
         let mut busy_error: Option<BackendError> = None;
         for chunk in claims.chunks(sql::batch_items_max(&*sql::RENEW)) {
-            // Another process keeps the file locked. A new wait for each chunk would take minutes.
+            // Another process probably keeps the file locked. A new wait for each chunk could take
+            // minutes.
             if let Some(error) = &busy_error {
                 results.extend(chunk.iter().map(|_| Err(error.clone())));
                 continue;

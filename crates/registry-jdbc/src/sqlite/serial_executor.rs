@@ -62,8 +62,8 @@ struct ExecutorState<S> {
     /// The last in-place call. It may have ended.
     in_place: Mutex<Option<Arc<dyn AnyInPlaceCall>>>,
     /// The number of in-place calls so far.
-    started_calls: AtomicU64,
-    /// Whether the task checks every [`STALL_TIMEOUT`] that the in-place call has ended.
+    in_place_calls: AtomicU64,
+    /// Whether the task checks, once per [`STALL_TIMEOUT`], if the in-place call has ended.
     is_monitoring: AtomicBool,
     monitor_wakeup: Notify,
 }
@@ -80,7 +80,7 @@ impl<S: Send + 'static> SerialExecutor<S> {
         let state = Arc::new(ExecutorState {
             value: Arc::new(tokio::sync::Mutex::new(value)),
             in_place: Mutex::default(),
-            started_calls: AtomicU64::new(0),
+            in_place_calls: AtomicU64::new(0),
             is_monitoring: AtomicBool::new(false),
             monitor_wakeup: Notify::new(),
         });
@@ -146,7 +146,7 @@ impl<S: Send + 'static> ExecutorState<S> {
         let previous = in_place.replace(Arc::<InPlaceCall<T>>::clone(&call));
         drop(in_place);
         drop(previous);
-        self.started_calls.fetch_add(1, Ordering::SeqCst);
+        self.in_place_calls.fetch_add(1, Ordering::SeqCst);
         if !self.is_monitoring.load(Ordering::SeqCst)
             && !self.is_monitoring.swap(true, Ordering::SeqCst)
         {
@@ -203,9 +203,9 @@ impl<S: Send + 'static> ExecutorState<S> {
             if !self.is_monitoring.load(Ordering::SeqCst) {
                 self.monitor_wakeup.notified().await;
             }
-            let started_calls = self.started_calls.load(Ordering::SeqCst);
+            let in_place_calls = self.in_place_calls.load(Ordering::SeqCst);
             tokio::time::sleep(STALL_TIMEOUT).await;
-            if self.started_calls.load(Ordering::SeqCst) != started_calls {
+            if self.in_place_calls.load(Ordering::SeqCst) != in_place_calls {
                 continue;
             }
             let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.is_over());
@@ -213,7 +213,7 @@ impl<S: Send + 'static> ExecutorState<S> {
                 return;
             }
             self.is_monitoring.store(false, Ordering::SeqCst);
-            if self.started_calls.load(Ordering::SeqCst) != started_calls {
+            if self.in_place_calls.load(Ordering::SeqCst) != in_place_calls {
                 // A call began while `is_monitoring` was still set, so the call did not notify the
                 // task.
                 self.is_monitoring.store(true, Ordering::SeqCst);

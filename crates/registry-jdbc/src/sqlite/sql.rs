@@ -3,7 +3,7 @@
 //! transaction.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Statements that grant, renew, fence, purge locks, or write a record or a value also check the
+//! Statements that grant, renew, fence or purge locks, or write a record or a value, also check the
 //! boot in the meta row. After a process of another boot has stored its boot id, this process must
 //! not grant or renew.
 //!
@@ -140,7 +140,7 @@ pub(super) const RELEASE: &str = "\
 /// those of [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
 /// Parameters: namespace, key, the first 33 characters of the entry, now, boot, tokens used.
-pub(super) const RELEASE_SINGLE_CLAIM: &str = "\
+pub(super) const RELEASE_SINGLE_ENTRY: &str = "\
     UPDATE main.lock_registry_locks SET \
         claim = NULL, label = NULL, since = max(since + 1, ?4), until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = x'2b' AND until > ?4 AND boot = ?5 \
@@ -264,7 +264,8 @@ pub(super) struct BatchStatement {
     pub(super) text: String,
 }
 
-/// Returns `items` groups of numbered parameters. Unnumbered parameters would begin at one.
+/// Returns `items` groups of parameters, numbered from `first`. SQLite would number unnumbered
+/// parameters from one, because most texts begin with these groups.
 fn parameters(first: usize, items: usize, per_item: usize) -> String {
     let group = |item: usize| {
         let numbers = (0..per_item).map(|n| format!("?{}", first + item * per_item + n));

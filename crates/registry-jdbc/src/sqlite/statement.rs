@@ -41,7 +41,7 @@ impl SqliteStatementBinder {
     }
 
     /// Binds [`sql::ACQUIRE_AT`] for a claim that is then alone in its record.
-    pub(super) fn acquire_single_claim(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
+    pub(super) fn acquire_single_entry(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         let now = self.clock.now();
         let until = now.saturating_add(to_micros(claim.lease()));
         let (since, until) = (now.cast_unsigned(), until.cast_unsigned());
@@ -101,8 +101,8 @@ impl SqliteStatementBinder {
             .bind(i64::from(claim.token_block()))
     }
 
-    pub(super) fn release_single_claim(&self, claim: &Claim) -> SqliteQuery {
-        query(sql::RELEASE_SINGLE_CLAIM)
+    pub(super) fn release_single_entry(&self, claim: &Claim) -> SqliteQuery {
+        query(sql::RELEASE_SINGLE_ENTRY)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
             .bind(LockRecord::entry_prefix(claim))

@@ -19,12 +19,12 @@ async fn a_clock_jump_violates_exclusion_until_the_next_renewal(kind: ServerKind
     let workload = Workload::begin(&server).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        workload.wait_until_steady_held().await;
-        let before = workload.steady_losses();
+        workload.wait_until_long_held().await;
+        let before = workload.long_held_losses();
         let begin = workload.now();
         clock.jump_wall(61).unwrap();
         let window = workload.window(begin, LEASE);
-        workload.wait_for_steady_losses(before + 1).await;
+        workload.wait_for_long_held_losses(before + 1).await;
         workload.wait_for_progress().await;
         windows.push(window);
     }

@@ -18,10 +18,10 @@ async fn a_paused_server_causes_no_second_holder(kind: ServerKind) {
         server.resume();
         workload.wait_for_progress().await;
         // Pause 2: until a hold is lost.
-        workload.wait_until_steady_held().await;
-        let before = workload.steady_losses();
+        workload.wait_until_long_held().await;
+        let before = workload.long_held_losses();
         server.pause();
-        workload.wait_for_steady_losses(before + 1).await;
+        workload.wait_for_long_held_losses(before + 1).await;
         server.resume();
         workload.wait_for_progress().await;
     }

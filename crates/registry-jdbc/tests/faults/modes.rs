@@ -28,12 +28,12 @@ async fn closed_connections_cost_exclusion_briefly(kind: ServerKind, mode: LockM
     let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..4 {
-        workload.wait_until_steady_held().await;
-        let losses = workload.steady_losses();
+        workload.wait_until_long_held().await;
+        let losses = workload.long_held_losses();
         let before = workload.now();
         server.close_all_connections().await;
         windows.push(workload.window(before, UNNOTIFIED_MAX));
-        workload.wait_for_steady_losses(losses + 1).await;
+        workload.wait_for_long_held_losses(losses + 1).await;
         workload.wait_for_progress().await;
     }
     workload.end(&server).await.assert_guarantees_except_in(&windows);
@@ -75,10 +75,10 @@ async fn a_long_pause_violates_no_property(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
     let workload = Workload::begin_with_mode(&server, mode).await;
     for _ in 0..2 {
-        workload.wait_until_steady_held().await;
-        let losses = workload.steady_losses();
+        workload.wait_until_long_held().await;
+        let losses = workload.long_held_losses();
         server.pause();
-        workload.wait_for_steady_losses(losses + 1).await;
+        workload.wait_for_long_held_losses(losses + 1).await;
         sleep(LEASE).await;
         server.resume();
         workload.wait_for_progress().await;
@@ -100,13 +100,13 @@ async fn a_killed_server_costs_exclusion_briefly(kind: ServerKind, mode: LockMod
     let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        workload.wait_until_steady_held().await;
-        let losses = workload.steady_losses();
+        workload.wait_until_long_held().await;
+        let losses = workload.long_held_losses();
         let before = workload.now();
         server.kill();
         server.restart().await;
         windows.push(workload.window(before, UNNOTIFIED_MAX));
-        workload.wait_for_steady_losses(losses + 1).await;
+        workload.wait_for_long_held_losses(losses + 1).await;
         workload.wait_for_progress().await;
     }
     workload.end(&server).await.assert_guarantees_except_in(&windows);

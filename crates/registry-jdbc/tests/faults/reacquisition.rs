@@ -1,7 +1,7 @@
 //! A session that is granted the same key repeatedly reserves tokens, and does not write every
 //! grant to the row. Tokens and fences still keep their guarantees.
 
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use registry_core::{LockGuard, LockOptions, Registry};
 use registry_jdbc::FenceError;
@@ -88,6 +88,23 @@ async fn tokens_of_alternating_sessions_increase(kind: ServerKind) {
         drop(tokens.lock_without_write(&server, session).await);
         session.idle().await;
     }
+}
+
+/// The first session reserves tokens ahead of the clock. The second session begins with the token
+/// after them.
+async fn tokens_stay_close_to_the_clock(kind: ServerKind) {
+    let server = kind.start().await;
+    let (first, second) = (session(&server).await, session(&server).await);
+    let mut tokens = TokenCheck::default();
+    for registry in [&first, &second] {
+        let until = Instant::now() + Duration::from_secs(3);
+        while Instant::now() < until {
+            tokens.lock_and_unlock(registry, 10).await;
+        }
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros();
+    let ahead = tokens.last - i64::try_from(now).unwrap();
+    assert!(ahead < 1_500_000, "{ahead} µs ahead of the clock");
 }
 
 /// Between two grants of the session, a client of another mode holds the key, by lease or by row
@@ -290,6 +307,7 @@ async fn a_fence_outlasts_its_session_and_fails_after_the_next_grant(kind: Serve
 
 on_both_servers! {
     tokens_of_alternating_sessions_increase,
+    tokens_stay_close_to_the_clock,
     a_session_detects_grants_of_other_modes,
     tokens_increase_after_crashes,
     tokens_increase_across_random_events,

@@ -70,6 +70,32 @@ async fn a_transaction_with_the_lock_reads_the_writes_of_the_previous_holder() {
     }
 }
 
+/// The user of these tests may write despite `read_only`.
+#[tokio::test]
+async fn a_read_only_server_grants_no_lock_in_and_stores_no_row() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    registry.obtain("known").lock().await.unwrap().unlock().await.unwrap();
+    let mut conn = app_connection(&server).await;
+    server.sql("SET GLOBAL read_only = 1").await.unwrap();
+    for key in ["known", "fresh"] {
+        let mut tx = conn.begin().await.unwrap();
+        let error =
+            timeout(TEST_TIMEOUT, registry.lock_in(&mut tx, key)).await.unwrap().unwrap_err();
+        let LockInError::Backend { source, .. } = &error else { panic!("{error:?}") };
+        assert!(source.is_retryable() && source.to_string().contains("no writes"), "{source}");
+        tx.rollback().await.unwrap();
+    }
+    server.sql("SET GLOBAL read_only = 0").await.unwrap();
+    let rows = conn.fetch_all("SELECT id FROM lock_registry_locks").await.unwrap();
+    assert_eq!(rows.len(), 1, "a row was stored for `fresh`");
+    for key in ["known", "fresh"] {
+        let mut tx = conn.begin().await.unwrap();
+        registry.lock_in(&mut tx, key).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn an_invalid_lock_in_is_refused() {
     let (here, there) = (server().await, server().await);

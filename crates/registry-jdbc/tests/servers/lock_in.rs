@@ -112,6 +112,30 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
     }
 }
 
+/// A transaction that ends releases its locks without a request to the store.
+#[tokio::test]
+async fn a_process_that_only_uses_lock_in_purges_the_rows_of_free_keys() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    for n in 0..600 {
+        lock(&registry, &format!("coupons/{n}")).await.unlock().await.unwrap();
+    }
+    server.sql("UPDATE lock_registry_locks SET since = 0, until = 0").await.unwrap();
+    let mut conn = app_connection(&server).await;
+    for _ in 0..200 {
+        for _ in 0..100 {
+            let mut tx = conn.begin().await.unwrap();
+            registry.lock_in(&mut tx, "coupons/0").await.unwrap();
+            tx.commit().await.unwrap();
+        }
+        let rows = conn.fetch_one("SELECT count(*) FROM lock_registry_locks").await.unwrap();
+        if rows.get::<i64, _>(0) < 300 {
+            return;
+        }
+    }
+    panic!("20,000 calls of `lock_in` have not purged 300 rows");
+}
+
 #[tokio::test]
 async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
     let server = server().await;

@@ -38,7 +38,7 @@ pub(super) struct ClusterTopology {
 
 struct ClusterState {
     config: RedisConfig,
-    members: Vec<ServerAddress>,
+    seeds: Vec<ServerAddress>,
     channel_scheme: ChannelScheme,
     invalidations: InvalidationForwarder,
     nodes: Mutex<HashMap<ServerAddress, Arc<RedisNode>>>,
@@ -54,13 +54,13 @@ struct ClusterState {
 impl ClusterTopology {
     pub(super) fn new(
         config: &RedisConfig,
-        members: &[ServerAddress],
+        seeds: &[ServerAddress],
         channel_scheme: ChannelScheme,
         invalidations: &InvalidationForwarder,
     ) -> Self {
         let state = Arc::new(ClusterState {
             config: config.clone(),
-            members: members.to_vec(),
+            seeds: seeds.to_vec(),
             channel_scheme,
             invalidations: invalidations.clone(),
             nodes: Mutex::default(),
@@ -139,7 +139,7 @@ impl Topology for ClusterTopology {
             }
             ServerErrorKind::TryAgain => {
                 sleep(MIGRATION_RETRY_DELAY).await;
-                ErrorAction::Retry { node: Arc::clone(node), is_asking: false }
+                ErrorAction::Repeat
             }
             ServerErrorKind::ClusterDown
             | ServerErrorKind::MasterDown
@@ -209,11 +209,11 @@ impl ClusterState {
         }
     }
 
-    /// Queries all known servers for the slot map, and applies the newest map.
+    /// Queries all known servers for the slot map, and applies the map with the highest precedence.
     async fn refresh_slot_map(&self) {
         let mut queried: Vec<Arc<RedisNode>> = self.masters();
-        for member in &self.members {
-            if let Ok(node) = self.get_or_create_node(member)
+        for seed in &self.seeds {
+            if let Ok(node) = self.get_or_create_node(seed)
                 && !queried.iter().any(|queried| Arc::ptr_eq(queried, &node))
             {
                 queried.push(node);
@@ -222,7 +222,7 @@ impl ClusterState {
         // The queries run concurrently, so that a dead server does not delay the refresh.
         let mut slot_maps: FuturesUnordered<_> =
             queried.iter().map(async |node| query_slot_map(node).await).collect();
-        let mut newest: Option<SlotMap> = None;
+        let mut best: Option<SlotMap> = None;
         let mut last_error = None;
         let mut deadline = std::pin::pin!(sleep(RESPONSE_TIMEOUT));
         loop {
@@ -232,15 +232,15 @@ impl ClusterState {
             };
             match response {
                 Some(Ok(slot_map)) => {
-                    if newest.is_none() {
+                    if best.is_none() {
                         // A server that is partitioned from the cluster may respond first, with an
                         // outdated map.
                         deadline
                             .as_mut()
                             .reset(tokio::time::Instant::now() + FURTHER_RESPONSES_TIMEOUT);
                     }
-                    if newest.as_ref().is_none_or(|newest| slot_map.freshness > newest.freshness) {
-                        newest = Some(slot_map);
+                    if best.as_ref().is_none_or(|best| slot_map.precedence > best.precedence) {
+                        best = Some(slot_map);
                     }
                 }
                 Some(Err(error)) => last_error = Some(error),
@@ -249,7 +249,7 @@ impl ClusterState {
         }
         drop(slot_maps);
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = last_error;
-        if let Some(slot_map) = newest {
+        if let Some(slot_map) = best {
             self.apply_slot_map(slot_map.ranges);
         }
     }
@@ -277,11 +277,11 @@ impl ClusterState {
         }
         drop(old_owners);
         // A server without slots has no locks, so the client drops its connections. The configured
-        // members stay, because each refresh queries them.
+        // seeds stay, because each refresh queries them.
         let masters = self.masters();
-        let members = &self.members;
+        let seeds = &self.seeds;
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
-            members.contains(address) || masters.iter().any(|master| Arc::ptr_eq(master, node))
+            seeds.contains(address) || masters.iter().any(|master| Arc::ptr_eq(master, node))
         });
     }
 }
@@ -301,9 +301,9 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, and its `cluster_current_epoch`. Larger values
-    /// are newer.
-    freshness: (bool, u64),
+    /// Whether the server reports a healthy cluster, and its `cluster_current_epoch`. A map of a
+    /// healthy cluster precedes all others. Otherwise, the larger epoch decides.
+    precedence: (bool, u64),
     ranges: Vec<SlotRange>,
 }
 
@@ -331,7 +331,7 @@ async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
         let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
         return Err((down, "the server reports no slots").into());
     }
-    Ok(SlotMap { freshness: (is_healthy, epoch.unwrap_or(0)), ranges })
+    Ok(SlotMap { precedence: (is_healthy, epoch.unwrap_or(0)), ranges })
 }
 
 /// A range of slots and its master.

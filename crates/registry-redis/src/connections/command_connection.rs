@@ -26,7 +26,7 @@ pub(crate) type ClosedFlag = Arc<AtomicBool>;
 
 pub(crate) struct CommandConnection {
     connect_fn: Box<dyn Fn(ClosedFlag) -> ConnectFuture + Send + Sync>,
-    on_replaced: Box<dyn Fn() + Send + Sync>,
+    on_loss_detected: Box<dyn Fn() + Send + Sync>,
     /// The time without any response after which a waiting command opens a second connection.
     probe_after: Duration,
     current: Mutex<SharedConnection>,
@@ -62,20 +62,20 @@ impl CommandConnection {
     /// Creates a connection. The first command opens it with `connect`.
     ///
     /// `connect` may set the [`ClosedFlag`] when its connection closes. Otherwise the next command
-    /// detects the closed connection, replaces it and calls `on_replaced`.
+    /// detects the closed connection, replaces it and calls `on_loss_detected`.
     ///
     /// If a command waits and no response arrives for `probe_after`, the command opens a second
     /// connection as a probe. If the second connection opens before any response arrives, it
     /// replaces the first connection.
     pub(crate) fn new(
         connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
-        on_replaced: impl Fn() + Send + Sync + 'static,
+        on_loss_detected: impl Fn() + Send + Sync + 'static,
         probe_after: Duration,
     ) -> Self {
         let current = Mutex::new(start_connecting(&connect));
         Self {
             connect_fn: Box::new(connect),
-            on_replaced: Box::new(on_replaced),
+            on_loss_detected: Box::new(on_loss_detected),
             probe_after,
             current,
         }
@@ -146,7 +146,7 @@ impl CommandConnection {
         {
             let is_loss_unreported = is_connected && !used.closed.load(Ordering::Acquire);
             if self.replace(&used, || start_connecting(&self.connect_fn)) && is_loss_unreported {
-                (self.on_replaced)();
+                (self.on_loss_detected)();
             }
         }
         response
@@ -211,7 +211,7 @@ impl CommandConnection {
             };
             if replacement_result.is_ok() && is_unresponsive() && self.replace(used, || replacement)
             {
-                (self.on_replaced)();
+                (self.on_loss_detected)();
                 activity.replaced.notify_waiters();
                 return Err(timed_out());
             }

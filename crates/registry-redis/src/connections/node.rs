@@ -94,7 +94,8 @@ impl RedisNode {
         }
     }
 
-    /// Returns the server's address, for messages.
+    /// Returns the name of the server, for messages: its address, or `master of SERVICE` with
+    /// sentinels.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -142,8 +143,8 @@ impl RedisNode {
         if prefix.is_none() {
             return self.commands.run(call).await;
         }
-        // The box makes the futures of acquisitions and releases smaller, which rarely have a
-        // prefix.
+        // The box makes the futures of acquisitions and releases smaller, because these scripts
+        // rarely have a prefix.
         let responses = Box::pin(self.run_pipelined(&self.commands, call, prefix, None));
         let mut responses = responses.await?;
         responses.swap_remove(1).extract_error()
@@ -197,7 +198,8 @@ impl RedisNode {
         if prefix == Some(Prefix::Caching)
             && matches!(responses.first(), Some(Value::ServerError(_)))
         {
-            // The user may not run `CLIENT CACHING`. Holders detect losses at their next renewal.
+            // The user lacks the right to run `CLIENT CACHING`. Holders detect losses at their next
+            // renewal.
             self.invalidations.set_tracking(false);
         }
         Ok(responses)
@@ -210,8 +212,8 @@ impl RedisNode {
         call: &ScriptCall<'_>,
         is_asking: bool,
     ) -> RedisResult<DurableResponse> {
-        // All scripts with tracking use the first connection. The server regards writes on other
-        // connections as changes by another client, so each renewal would trigger a verification.
+        // All scripts with tracking use the first connection. To the server, a renewal on another
+        // connection is a change by another client, and would trigger a verification.
         let untracked_count = self.durable_connections.len().saturating_sub(1).max(1);
         let connection = if call.is_tracked() {
             &self.durable_connections[0]

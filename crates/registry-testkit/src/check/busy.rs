@@ -88,8 +88,8 @@ fn judge(
     Ok(history.busy.len())
 }
 
-/// Returns the windows in which a claim of `mode` may have had to wait, by their start. Each end is
-/// the latest one of this window and of all that start before it.
+/// Returns the windows in which a claim of `mode` may have had to wait, sorted by their start. The
+/// end of each window is the latest of its own end and those of all windows before it.
 fn windows_by_start(
     mode: ClaimMode,
     grants: &[&RecordedGrant],

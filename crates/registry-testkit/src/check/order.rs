@@ -104,7 +104,7 @@ type Earliest<'a> = (u64, OrderStep<'a>);
 /// The constraints that the phases with smaller tokens set for the next phase.
 #[derive(Default)]
 struct EarlierPhases<'a> {
-    /// The latest of the earliest ends, by mode.
+    /// For each mode, the latest of the earliest possible ends of its phases.
     ends: Vec<(ClaimMode, Earliest<'a>)>,
     /// The phases that end by a conversion, with their starts, until that conversion is placed.
     unfinished: Vec<(Phase<'a>, Earliest<'a>)>,
@@ -127,7 +127,7 @@ impl<'a> EarlierPhases<'a> {
     }
 }
 
-/// Returns whether the same modes exclude both.
+/// Returns whether both modes are excluded by the same modes.
 fn same_class(one: ClaimMode, other: ClaimMode) -> bool {
     match (one, other) {
         (ClaimMode::Permits { of, .. }, ClaimMode::Permits { of: other, .. }) => of == other,

@@ -1,5 +1,6 @@
-//! An independent check: a general search for a linearization of a history, after Wing and Gong,
-//! and Lowe. It shares no method with the sweep in `order`, and so verifies the sweep.
+//! An independent check: a general search for a linearization of a history, with the algorithm of
+//! Wing and Gong and the extension by Lowe. It shares no method with the sweep in `order`, and so
+//! verifies the sweep.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, Instant};

@@ -32,9 +32,9 @@ pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-/// Checks that a newer grant whose mode excludes the writer's prevents later writes. The resource
-/// must atomically verify the lock with each write. Returns the number of judged writes: those that
-/// were accepted.
+/// Checks that no write is accepted once a newer grant exists whose mode excludes that of the
+/// writer. The resource must atomically verify the lock with each write. Returns the number of
+/// judged writes: those that were accepted.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].
@@ -69,7 +69,7 @@ fn accepted(history: &History) -> impl Iterator<Item = &RecordedWrite> {
     history.writes.iter().filter(|write| write.answer == WriteResult::Accepted)
 }
 
-/// An operation after whose answer all older tokens are stale.
+/// An operation whose answer makes all older tokens stale.
 #[derive(Clone, Copy)]
 enum NewerOperation<'a> {
     Write(&'a RecordedWrite),

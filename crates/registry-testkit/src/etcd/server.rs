@@ -150,8 +150,8 @@ impl EtcdServer {
         Ok(answer)
     }
 
-    /// Enables authentication if the options have a login. Call it on a single server, or one
-    /// member of a cluster, without users.
+    /// Enables authentication if the options have a login. Call it once, on a single server or on
+    /// one member of a cluster.
     pub(super) async fn enable_auth(&self) -> io::Result<()> {
         let Some((user, password)) = &self.options.store.login else { return Ok(()) };
         let user_and_password = format!("{user}:{password}");

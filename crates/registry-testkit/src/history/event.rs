@@ -31,7 +31,7 @@ impl HistoryEvent {
 }
 
 /// Returns the events with each token replaced by its rank, starting at zero. Stores derive tokens
-/// from the time of day, and two runs of one seed differ only in them.
+/// from the time of day, so two runs of one seed differ only in their tokens.
 #[must_use]
 pub fn with_ranked_tokens(mut events: Vec<HistoryEvent>) -> Vec<HistoryEvent> {
     fn token(what: &mut HistoryEventKind) -> Option<&mut u64> {

@@ -17,7 +17,7 @@ use crate::recording_client::RecordingClient;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::exhaustive_structs, reason = "a complete description of the tasks")]
 pub struct Competition {
-    /// The number of the first task as a client in the history. The others follow.
+    /// The client number of the first task in the history. The other tasks have the next numbers.
     pub first_client: u32,
     /// The number of tasks.
     pub tasks: u32,

@@ -48,7 +48,7 @@ pub async fn assert_a_paused_holder_cannot_write(
     assert_eq!(read().await, "by the first holder");
 
     paused.process().pause().await?;
-    // Only an exclusive lock waits for the end of the lease.
+    // An exclusive lock waits for the end of the paused holder's lease. A shared lock would not.
     successor.lock(KEY, limit).await?;
     successor.unlock(KEY, limit).await?;
     let next = successor.lock_in(KEY, mode, limit).await?;

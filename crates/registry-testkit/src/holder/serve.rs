@@ -33,7 +33,7 @@ pub async fn serve(registry: Arc<dyn LockRegistry>) {
     execute_requests(registry, None).await;
 }
 
-/// Executes the requests as [`serve`] does, and those to write with `writer`.
+/// Executes the requests as [`serve`] does, and [`HolderRequest::Write`] with `writer`.
 ///
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.

@@ -7,8 +7,8 @@ use crate::server_options::ServerOptions;
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_MARIADB_SERVER";
 
 /// The options of a [`MariaDbServer`](super::MariaDbServer). By default, the program is the one
-/// named by [`SERVER_VARIABLE`], or else the `mariadbd` on `PATH`. The user `root` needs no
-/// password. Committed data is on disk.
+/// named by [`SERVER_VARIABLE`], or else the `mariadbd` on `PATH` or in `/usr/sbin`. The user
+/// `root` needs no password. Committed data is on disk.
 pub type MariaDbOptions = ServerOptions<MariaDb>;
 
 /// The options that only MariaDB has.

@@ -70,7 +70,7 @@ impl ServerDescription for MariaDb {
     }
 
     async fn is_serving(server: &MariaDbServer) -> bool {
-        // The server of a node is ready before its cluster accepts statements.
+        // A Galera node prints `ready for connections` before its cluster accepts statements.
         let ready = if server.options.store.is_galera_node {
             "Synchronized with group, ready for connections"
         } else {

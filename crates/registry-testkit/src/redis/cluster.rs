@@ -142,8 +142,8 @@ impl RedisCluster {
     }
 
     /// Returns `redis+cluster://HOST:PORT,HOST:PORT,HOST:PORT`, without a login; the scheme is
-    /// `rediss` for TLS connections. The URL contains the initial masters. Clients must discover
-    /// the other nodes.
+    /// `rediss+cluster` for TLS connections. The URL contains the initial masters. Clients must
+    /// discover the other nodes.
     #[must_use]
     pub fn url(&self) -> String {
         let named = self.nodes.iter().take(MASTERS.into());

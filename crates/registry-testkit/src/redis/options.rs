@@ -7,8 +7,8 @@ use crate::server_options::ServerOptions;
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";
 
 /// The options of a [`RedisServer`](super::RedisServer). By default, the program is the one named
-/// by [`SERVER_VARIABLE`], or else the `redis-server` on `PATH`. The server flushes each command to
-/// its file before it replies.
+/// by [`SERVER_VARIABLE`], or else the `redis-server` on `PATH`. The server flushes each write to
+/// its append-only file before it replies.
 pub type RedisOptions = ServerOptions<Redis>;
 
 /// The options that only Redis has.

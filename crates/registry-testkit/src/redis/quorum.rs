@@ -27,8 +27,8 @@ impl RedisQuorum {
         Ok(Self { servers })
     }
 
-    /// Returns `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login; the scheme is `rediss` for
-    /// TLS connections.
+    /// Returns `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login; the scheme is
+    /// `rediss+quorum` for TLS connections.
     #[must_use]
     pub fn url(&self) -> String {
         url("quorum", &self.servers)

@@ -31,8 +31,9 @@ impl SentinelOptions {
         Self::default()
     }
 
-    /// Sets the options of the master and its replicas. The sentinels and the replicas use their
-    /// [login](RedisOptions::login). If the servers use TLS, the sentinels use it as well.
+    /// Sets the options of the master and its replicas. The sentinels and the replicas connect to
+    /// them with the [login](RedisOptions::login) of `options`. If the servers use TLS, the
+    /// sentinels use it as well.
     #[must_use]
     pub fn servers(mut self, options: RedisOptions) -> Self {
         self.servers = options;
@@ -141,7 +142,7 @@ impl SentinelSetup {
     }
 
     /// Returns `redis+sentinel://HOST:PORT,HOST:PORT,HOST:PORT/mymaster`, without logins; the
-    /// scheme is `rediss` for TLS connections.
+    /// scheme is `rediss+sentinel` for TLS connections.
     #[must_use]
     pub fn url(&self) -> String {
         format!("{}/{NAME}", url("sentinel", &self.sentinels))
@@ -212,7 +213,7 @@ impl SentinelSetup {
         self.wait_for_new_master(old).await
     }
 
-    /// Requests a failover. A sentinel refuses while it does not consider a replica suitable yet.
+    /// Requests a failover. A sentinel refuses until it considers a replica suitable.
     async fn request_failover(&self) -> io::Result<()> {
         let sentinel = self.sentinels.iter().find(|sentinel| sentinel.is_responsive());
         let sentinel = sentinel.ok_or_else(|| not_yet("no sentinel responds"))?;

@@ -13,9 +13,9 @@ use super::reply::RedisReply;
 use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
 use crate::tls::TlsFolder;
 
-/// A server. Dropping this handle kills it. The server flushes each command to its file before it
-/// replies, so it keeps its data when it is killed and started again. A new start loses the
-/// settings changed at run time, unless `CONFIG REWRITE` saved them.
+/// A server. Dropping this handle kills it. The server flushes each write to its append-only file
+/// before it replies, so it keeps its data when it is killed and started again. A new start loses
+/// the settings changed at run time, unless `CONFIG REWRITE` saved them.
 pub type RedisServer = ManagedServer<Redis>;
 
 impl ServerDescription for Redis {

@@ -48,9 +48,9 @@ impl Workload {
     ) {
         for round in 1..=2 {
             self.wait_for_progress().await;
-            self.wait_until_steady_held().await;
+            self.wait_until_long_held().await;
             server.pause().expect("the server runs");
-            self.wait_for_steady_losses(self.state.options.steady.len() * round).await;
+            self.wait_for_long_held_losses(self.state.options.long_held.len() * round).await;
             server.resume().expect("the server is paused");
         }
         self.wait_for_progress().await;
@@ -92,7 +92,7 @@ impl WorkloadOutcome {
     /// # Panics
     /// Panics with the first broken promise.
     pub fn assert_no_losses(&self) {
-        assert_eq!(self.steady_losses(), []);
+        assert_eq!(self.long_held_losses(), []);
         self.assert_guarantees();
     }
 
@@ -102,15 +102,15 @@ impl WorkloadOutcome {
     /// # Panics
     /// Panics with the first broken promise.
     pub fn assert_losses_are(&self, expected: LostReason) {
-        let losses = self.steady_losses();
+        let losses = self.long_held_losses();
         assert!(losses.iter().all(|reason| *reason == expected), "{losses:?}");
         self.assert_guarantees();
     }
 }
 
-/// Ends an acquisition of `key` whose reply `proxy` has lost, and repairs the proxy. In every
-/// second round, the caller waits for the guard and unlocks it; otherwise it drops its future. In
-/// both cases, `other_client` must acquire the lock.
+/// Ends an acquisition of `key` whose reply `proxy` has lost, and repairs the proxy. In even
+/// rounds, the caller waits for the guard and unlocks it. In odd rounds, the caller drops its
+/// future. In both cases, `other_client` must acquire the lock.
 ///
 /// # Panics
 /// Panics if a call fails or takes too long.
@@ -134,8 +134,8 @@ pub async fn end_acquisition_without_reply(
 }
 
 /// Loses the replies to releases of `client`, which is behind `proxy`. `other_client` must acquire
-/// each lock, with a larger token, and keep it. No release may report a loss: it finds the key
-/// free, or its outcome is unknown.
+/// each lock, with a larger token, and keep it. No release may return [`LockError::Lost`]: the lock
+/// was held until the first request.
 ///
 /// # Panics
 /// Panics if one of these promises is broken, or if a call takes too long.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use registry_core::LostReason;
 
-use super::{REGISTRY_CLIENTS, RecordedLoss, WorkloadOptions};
+use super::{CLIENT_NUMBERS_PER_REGISTRY, RecordedLoss, WorkloadOptions};
 use crate::check::{CheckCounts, check, check_queued};
 use crate::history::{History, RecordedGrant, ReleaseResult, Window, WriteResult};
 
@@ -119,6 +119,7 @@ impl WorkloadOutcome {
     /// - Tokens increase.
     /// - No two guards of a key are valid at the same time.
     /// - Fenced writes are safe.
+    /// - A busy answer means that another client may have held the lock.
     /// - Every holder that lost a lock was notified in time.
     /// - The resource rejected a write only if a newer token existed.
     ///
@@ -200,11 +201,12 @@ impl WorkloadOutcome {
         before.len() - self.history.grants.len()
     }
 
-    /// Returns the reasons for which locks of the steady keys were lost.
+    /// Returns the reasons for which locks of the long-held keys were lost.
     #[must_use]
-    pub fn steady_losses(&self) -> Vec<LostReason> {
-        let steady = self.losses.iter().filter(|loss| self.options.steady.contains(&loss.key));
-        steady.map(|loss| loss.reason).collect()
+    pub fn long_held_losses(&self) -> Vec<LostReason> {
+        let long_held =
+            self.losses.iter().filter(|loss| self.options.long_held.contains(&loss.key));
+        long_held.map(|loss| loss.reason).collect()
     }
 
     /// Asserts that each holder that lost a lock noticed it by the end of its lease, plus a
@@ -251,7 +253,7 @@ pub struct ValidityOverlap {
 
 /// Returns the number of the registry of a client.
 fn registry_of(client: u32) -> u32 {
-    client / REGISTRY_CLIENTS
+    client / CLIENT_NUMBERS_PER_REGISTRY
 }
 
 /// Returns whether two windows have a time in common.

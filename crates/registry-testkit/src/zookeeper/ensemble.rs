@@ -25,9 +25,10 @@ struct MemberProxies {
     to: usize,
     /// Carries the replication traffic.
     replication: FaultProxy,
-    /// Carries the election traffic. Of two members, the one with the smaller number drops its own
-    /// connection in favour of one from the other member. It still sends its true address, so votes
-    /// could bypass the proxies. The proxy for this member therefore refuses connections.
+    /// Carries the election traffic. Two members use only the connection from the one with the
+    /// larger number. The member with the smaller number sends its true address and closes its own
+    /// connection, so votes could bypass the proxies. The proxy from this member therefore refuses
+    /// connections.
     election: FaultProxy,
 }
 

@@ -70,8 +70,8 @@ const TRY_LIMIT: Duration = Duration::from_secs(1);
 /// Takes over a session and ends it, as its own client could from another connection.
 ///
 /// A client of the same server reconnects as soon as it loses its connection, and then takes the
-/// session over in turn. Either connection may have the session when it ends, so this function
-/// retries.
+/// session over in turn. The client may have taken it over before the server processes the end of
+/// the session, so this function retries.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
     for attempt in 0..TRIES {
         let tried = timeout(TRY_LIMIT, take_over_and_close(addr, session)).await;

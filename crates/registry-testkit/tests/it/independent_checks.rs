@@ -16,7 +16,7 @@ use registry_testkit::check::{
     token_order, validity,
 };
 use registry_testkit::history::{History, HistoryEvent, HistoryEventKind};
-use registry_testkit::seed::{Seed, Seeds, replay};
+use registry_testkit::seed::{Seed, Seeds, assert_repeatable};
 
 use simulated::{SimulatedBug, simulate, simulate_modes};
 
@@ -55,7 +55,7 @@ fn a_correct_lock_passes_every_check_and_the_search() {
 
 #[test]
 fn a_simulation_is_repeatable() {
-    Seeds::first(20).run(|seed| _ = replay(seed, |seed| simulate(seed, None).grants));
+    Seeds::first(20).run(|seed| _ = assert_repeatable(seed, |seed| simulate(seed, None).grants));
 }
 
 #[test]
@@ -116,7 +116,7 @@ seeded_bugs! {
     a_lock_with_decreasing_tokens_is_found:
         DecreasingTokens by token_order as HoldersFollowTokens | TokensAreUnique;
     a_release_that_ignores_the_owner_is_found:
-        ReleaseWithoutOwner by token_order as HoldersFollowTokens;
+        ReleaseByOtherClaim by token_order as HoldersFollowTokens;
     a_release_that_swallows_the_loss_is_found:
         ReleaseReportsSuccessAfterLoss by token_order as HoldersFollowTokens;
     a_deadline_counted_from_the_reply_is_found:
@@ -181,7 +181,7 @@ fn the_real_time_rule_misses_violations_that_the_sweep_finds() {
     Seeds::first(100).run(|seed| {
         for bug in [
             SimulatedBug::TwoHolders,
-            SimulatedBug::ReleaseWithoutOwner,
+            SimulatedBug::ReleaseByOtherClaim,
             SimulatedBug::ReleaseReportsSuccessAfterLoss,
         ] {
             let history = simulate(seed, Some(bug));

@@ -12,7 +12,7 @@ use registry_core::{
 use registry_testkit::check::{Promise, check, validity};
 use registry_testkit::history::{HistoryEventKind, Recorder, tokio_clock, with_ranked_tokens};
 use registry_testkit::recording_client::RecordingClient;
-use registry_testkit::seed::{Seed, Seeds, replay};
+use registry_testkit::seed::{Seed, Seeds, assert_repeatable};
 use tokio::task::JoinSet;
 use tokio::time::{advance, sleep};
 
@@ -69,7 +69,7 @@ fn a_workload_on_the_in_process_store_passes_every_check() {
 
 #[test]
 fn a_recorded_workload_is_repeatable() {
-    let events = replay(Seed::new(1), |seed| {
+    let events = assert_repeatable(Seed::new(1), |seed| {
         seed.simulate(async {
             with_ranked_tokens(run_workload(MemoryBackend::new(), seed).await.events())
         })

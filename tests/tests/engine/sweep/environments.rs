@@ -356,7 +356,7 @@ impl AfterDrop<'_> {
         assert_eq!(setup.local.held(), 0, "{run}: held");
         if let Some(FaultLayer::Faulty(faulty)) = &setup.fault_layer {
             faulty.clear_faults();
-            faulty.wait_for_late_requests().await;
+            faulty.wait_for_late_repetitions().await;
         }
         if !closes {
             let guard = setup.local.obtain(KEY).lock().await.unwrap();

@@ -77,7 +77,7 @@ async fn an_invalid_file_is_refused_before_any_connection() {
         (format!("ca={empty}"), "contains no PEM certificate"),
         (format!("cert={empty}&key={other}"), "option `cert` contains no PEM certificate"),
         (format!("cert={cert}&key=canary"), "the file of option `key` cannot be read"),
-        (format!("cert={cert}&key={other}"), "contains no PEM private key"),
+        (format!("cert={cert}&key={other}"), "must contain a PEM private key"),
         (format!("cert={cert}&key={locked}"), "without a passphrase"),
     ] {
         // No server listens here, so an attempt to connect would return another error.

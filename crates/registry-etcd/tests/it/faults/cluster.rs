@@ -40,7 +40,7 @@ async fn a_leader_paused_for_longer_than_a_lease_breaks_no_fenced_write() {
     let workload = Workload::start(&config, LEASE).await;
     for _ in 0..4 {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         let leader = cluster.leader().await.unwrap();
         cluster.member(leader).pause().unwrap();
         sleep(LEASE * 2).await;
@@ -77,13 +77,13 @@ async fn without_a_majority_no_lock_is_granted_until_it_returns() {
     let workload = Workload::start(&config, LEASE).await;
     for round in 1..=2 {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         let leader = cluster.leader().await.unwrap();
         let others = [(leader + 1) % 3, (leader + 2) % 3];
         for other in others {
             cluster.member_mut(other).kill();
         }
-        workload.wait_for_steady_losses(3 * round).await;
+        workload.wait_for_long_held_losses(3 * round).await;
         sleep(millis(500)).await;
         for other in others {
             cluster.member_mut(other).restart_without_waiting().await.unwrap();

@@ -81,12 +81,12 @@ async fn a_holder_is_notified_at_once_of_a_revoked_lease() {
     let workload = Workload::start(&config, LONG_LEASE).await;
     for round in 1..=10 {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         for number in 0..3 {
             let lease = first_lease(&server, &format!("steady%2F{number}")).await.unwrap();
             server.ctl(&["lease", "revoke", &lease]).await.unwrap();
         }
-        workload.wait_for_steady_losses(3 * round).await;
+        workload.wait_for_long_held_losses(3 * round).await;
     }
     workload.wait_for_progress().await;
     workload.end(&server).await.assert_losses_are(LostReason::Gone);
@@ -270,7 +270,7 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
     let child = child_process::spawn_client(&url).await;
     let events = assert_a_suspended_holder_is_replaced(&workload, child, successor).await.unwrap();
     let outcome = workload.end_with(&server, events).await;
-    assert_eq!(outcome.steady_losses(), [], "no other client was paused");
+    assert_eq!(outcome.long_held_losses(), [], "no other client was paused");
     outcome.assert_guarantees();
 }
 

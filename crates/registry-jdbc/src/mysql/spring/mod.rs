@@ -7,7 +7,7 @@ use registry_core::{BackendError, Claim, Release, Renewal};
 use sqlx::MySql;
 use tokio::time::Instant;
 
-use super::backend::{MySqlWakeups, SentRenewal, claim_count, wait_for_fence};
+use super::backend::{ExecutedRenewal, MySqlWakeups, claim_count, wait_for_fence};
 use super::config::MySqlConfig;
 use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
@@ -64,8 +64,8 @@ impl SpringDialect for MySql {
     }
 
     fn region_scope(quoted_name: &str, table: &SpringTable) -> String {
-        // In most collations, regions that differ only in case are equal, so the scope is in lower
-        // case.
+        // In most collations, regions that differ only in case are equal, so the scope contains the
+        // region in lower case.
         format!("{quoted_name} {}", table.region().to_ascii_lowercase())
     }
 
@@ -97,7 +97,8 @@ impl SpringDialect for MySql {
         let values =
             [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), lease_value];
         let _ = change(&texts.renew_native, values).await;
-        let renewal = SentRenewal { client, claims, requested_at, changed: answer.changed_rows };
+        let renewal =
+            ExecutedRenewal { client, claims, requested_at, changed: answer.changed_rows };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
         renewal.answers(|claim| client_id(claim.id()), unexpired).await
     }
@@ -109,7 +110,8 @@ impl SpringDialect for MySql {
         let lock_key = lock_key(claim.key());
         let client = &spring.store.client;
         if claim.is_fenced() {
-            // A fence locks both rows. The native row exists as long as the claim does.
+            // A fence locks both rows. The native row of a held key always exists, so an empty
+            // result means that the row is locked.
             wait_for_fence(async || {
                 let text = &spring.store.statements.lock_row;
                 let lock_row = Statement::new(text, [spring.id_value(&lock_key)]);

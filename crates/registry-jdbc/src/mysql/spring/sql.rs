@@ -135,10 +135,10 @@ pub(super) const COLUMNS: &str = "\
 /// A read-only server grants nothing to this program, whatever the user's privileges. Spring peers
 /// do not check this.
 ///
-/// An attempt sends this only after a query has found the key free, so a held key is rarely
-/// written. If the key is held by then, the statements change nothing. The new token is above the
-/// tokens of the native row, both in the snapshot and at the write. It is also above the tokens of
-/// all purged rows.
+/// An attempt sends these statements only after a query has found the key free. If another client
+/// has acquired the key meanwhile, the statements change nothing. The new token is above the tokens
+/// of the native row, both in the snapshot and at the write. It is also above the tokens of all
+/// purged rows.
 ///
 /// Parameters: lock key, client, lease, id, namespace, key, claim, block, label.
 const ACQUIRE: &str = "\
@@ -205,7 +205,7 @@ const RELEASE: &str = "\
     DELETE l FROM {lock} AS l \
     WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc}";
 
-/// Deletes the row of an expired grant. Parameters: lock key, client.
+/// Deletes the row of a claim, even if its grant has expired. Parameters: lock key, client.
 const CLEAR: &str = "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2";
 
 /// Ends the grant of a key, whatever client holds it. Parameter: lock key.

@@ -169,7 +169,7 @@ const LIST: &str = "\
         ON n.namespace = $1::bytea AND encode(n.claim, 'hex') = replace(l.client_id::text, '-', '') \
     WHERE l.region = '{region}' AND {end} >= utc";
 
-/// Extends the grants that are still alive. Locked rows are skipped, as in the native statement.
+/// Renews the grants that have not expired. Locked rows are skipped, as in the native statement.
 ///
 /// Unlike Spring's own renewal, this statement checks that a row has not expired, so that it does
 /// not revive an expired grant.

@@ -182,7 +182,7 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     let on_other_shard = registry_a.obtain(&other_key).lock().await.unwrap();
     let registry_b = open_without_polling(&cluster).await;
     let waiter = spawn_waiter(&registry_b, &cluster, &other_key).await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
 
     let slot = slot_of(&contested[0]);
     let master = cluster.master_of(slot).await.unwrap();
@@ -201,7 +201,7 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     }
     on_other_shard.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap();
-    workload.wait_for_steady_losses(1).await;
+    workload.wait_for_long_held_losses(1).await;
     // Long enough for a lease without renewals to end.
     sleep(lease).await;
     workload.wait_for_progress_of(others).await;

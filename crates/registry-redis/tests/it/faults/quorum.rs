@@ -45,7 +45,7 @@ async fn two_dead_masters_of_five_lose_no_lock_and_delay_no_client() {
         workload.wait_for_progress().await;
     }
     let outcome = workload.end(&all(&quorum)).await;
-    assert_eq!(outcome.steady_losses(), []);
+    assert_eq!(outcome.long_held_losses(), []);
     assert_eq!(outcome.errors, [""; 0]);
     outcome.without_split_votes().assert_guarantees();
 }
@@ -59,7 +59,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     ];
     let workload = Workload::start(&config, LEASE).await;
     workload.wait_for_progress().await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
     }
@@ -81,7 +81,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     assert_eq!(new_client.unwrap_err().kind(), BackendErrorKind::Transient);
     // The responses to earlier requests have arrived by then.
     let begin = workload.window(0, LEASE).to;
-    workload.wait_for_steady_losses(3).await;
+    workload.wait_for_long_held_losses(3).await;
     sleep(LEASE * 3 / 2).await;
     let end = workload.now();
     assert!(workload.errors() > 0);
@@ -91,7 +91,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     workload.wait_for_progress().await;
     workload.wait_for_progress().await;
     let outcome = workload.end(&all(&quorum)).await;
-    let losses = outcome.steady_losses();
+    let losses = outcome.long_held_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
     let during = |from: u64| begin < from && from < end;
     let mut granted = outcome.history.grants.iter().filter(|grant| during(grant.acquire.to));
@@ -159,7 +159,7 @@ async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
     }
     workload.wait_for_progress().await;
     let outcome = workload.end(&all(&quorum)).await;
-    assert_eq!(outcome.steady_losses(), []);
+    assert_eq!(outcome.long_held_losses(), []);
     outcome.without_split_votes().assert_guarantees();
 }
 

@@ -38,6 +38,6 @@ pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
     let events =
         assert_a_suspended_holder_is_replaced(&workload, suspended, successor).await.unwrap();
     let outcome = workload.end_with(servers, events).await;
-    assert_eq!(outcome.steady_losses(), [], "no other client was suspended");
+    assert_eq!(outcome.long_held_losses(), [], "no other client was suspended");
     outcome
 }

@@ -61,14 +61,14 @@ async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_token
     let mut windows = Vec::new();
     for round in 1..=2 {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         let begin = workload.now();
         server.kill();
         server.delete_data().unwrap();
         server.restart().await.unwrap();
         windows.push(workload.window(begin, LEASE));
         workload.wait_for_progress().await;
-        workload.wait_for_steady_losses(3 * round).await;
+        workload.wait_for_long_held_losses(3 * round).await;
         let losses = workload.losses();
         let delays = losses.iter().filter(|loss| loss.at > begin && loss.key.starts_with("steady"));
         let delays = delays.map(|loss| Duration::from_nanos(loss.at - begin));
@@ -149,11 +149,11 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_keep_growi
     let config = RedisConfig::from_url(&server.url()).unwrap();
     let workload = Workload::start(&config, LEASE).await;
     workload.wait_for_progress().await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
     let window = workload.window(begin, LEASE);
-    workload.wait_for_steady_losses(3).await;
+    workload.wait_for_long_held_losses(3).await;
     workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
     outcome.assert_guarantees_except_in(&[window]);
@@ -170,17 +170,17 @@ async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_nex
     let url = format!("redis://plain:p@{}", server.addr());
     let config = RedisConfig::from_url(&url).unwrap();
     let workload = Workload::start(&config, LEASE).await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
     clock.jump_wall(-61).unwrap();
     workload.wait_for_progress().await;
     // Every holder renews during this time.
     sleep(LEASE * 3 / 2).await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
     assert_eq!(workload.losses().len(), 0);
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
     let window = workload.window(begin, LEASE);
-    workload.wait_for_steady_losses(3).await;
+    workload.wait_for_long_held_losses(3).await;
     workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
     outcome.assert_guarantees_except_in(&[window]);

@@ -27,7 +27,7 @@ pub(crate) enum SimulatedBug {
     DuplicateToken,
     DecreasingTokens,
     /// A release frees the lock of any holder and reports success.
-    ReleaseWithoutOwner,
+    ReleaseByOtherClaim,
     /// A release of a lost lock reports success.
     ReleaseReportsSuccessAfterLoss,
     /// A guard counts its lease from the reply instead of from before the request.
@@ -411,7 +411,7 @@ impl SimulatedLock {
     }
 
     fn release(&mut self, claim: u64) -> bool {
-        if self.bug == Some(SimulatedBug::ReleaseWithoutOwner) {
+        if self.bug == Some(SimulatedBug::ReleaseByOtherClaim) {
             return self.store.held.pop().is_some();
         }
         let own = self.holds(claim);

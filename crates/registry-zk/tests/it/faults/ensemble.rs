@@ -67,7 +67,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
     // An outage of 7 s is longer than the holders' leases. An outage of 1 s ends no hold.
     for (down, is_killed) in [(secs(7), false), (secs(1), true), (secs(7), true)] {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         let leader = ensemble.leader().await.unwrap();
         let two = [leader, (leader + 1) % 3];
         for member in two {
@@ -79,7 +79,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
         }
         if down > SESSION {
             lost += 3;
-            workload.wait_for_steady_losses(lost).await;
+            workload.wait_for_long_held_losses(lost).await;
         }
         sleep(down).await;
         for member in two {
@@ -89,11 +89,11 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
                 ensemble.members()[member].resume().unwrap();
             }
         }
-        lost = workload.steady_losses();
+        lost = workload.long_held_losses();
     }
     workload.wait_for_progress().await;
     let outcome = finish(workload, &url).await;
-    let reasons = outcome.steady_losses();
+    let reasons = outcome.long_held_losses();
     assert!(!reasons.contains(&LostReason::Closed), "{reasons:?}");
     outcome.assert_guarantees();
 }

@@ -77,7 +77,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
         held.lock_with(&idle_client.obtain(IDLE), LockOptions::new()).await.unwrap().unwrap();
     let holder_task = tokio::spawn(record_until_lost(held));
     workload.wait_for_progress().await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
 
     let cut_at = workload.now();
     ensemble.isolate(PARTITIONED).await.unwrap();
@@ -96,7 +96,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     }
     // Both former holders detected the loss before that.
     within(LONG, holder_task).await.unwrap();
-    workload.wait_for_steady_losses(1).await;
+    workload.wait_for_long_held_losses(1).await;
     let losses = workload.losses();
     let lost = losses.iter().find(|loss| loss.key == STEADY && loss.at > cut_at);
     let lost = lost.expect("the former holder detects the loss first");
@@ -129,7 +129,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     })
     .await;
     workload.wait_for_progress().await;
-    workload.wait_until_steady_held().await;
+    workload.wait_until_long_held().await;
     let losses = workload.losses();
     let others = losses.iter().filter(|loss| loss.key.starts_with("steady") && loss.key != STEADY);
     assert_eq!(others.count(), 0, "no other client was partitioned: {losses:?}");

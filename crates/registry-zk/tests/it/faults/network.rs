@@ -49,12 +49,12 @@ async fn messages_after_the_end_of_a_session_break_no_guarantee() {
     let workload = start_workload_at(&urls, SESSION).await;
     for (round, fault) in (1..).zip([ProxyMode::HoldReplies, ProxyMode::BlackHole]) {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         // Each client holds a key.
         for proxy in &proxies {
             proxy.set_mode(fault).await.unwrap();
         }
-        workload.wait_for_steady_losses(3 * round).await;
+        workload.wait_for_long_held_losses(3 * round).await;
         tokio::time::sleep(SESSION).await;
         for proxy in &proxies {
             proxy.set_mode(ProxyMode::Pass).await.unwrap();

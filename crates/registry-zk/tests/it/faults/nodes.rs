@@ -83,7 +83,7 @@ async fn an_exhausted_sequence_counter_breaks_no_guarantee_and_keeps_the_order()
     };
     println!("{names:?}; {:?}", keys.iter().map(|key| grants(key)).collect::<Vec<_>>());
     assert!(keys.iter().all(|key| grants(key) > 25), "the sequence counter is not exhausted");
-    assert_eq!(outcome.steady_losses(), []);
+    assert_eq!(outcome.long_held_losses(), []);
     outcome.assert_guarantees();
 }
 
@@ -97,7 +97,7 @@ async fn a_deleted_node_is_a_lost_lock() {
     let mut windows = Vec::new();
     for round in 1..=2 {
         workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
+        workload.wait_until_long_held().await;
         // After this time, each held lock has a watch on its node.
         tokio::time::sleep(secs(1)).await;
         let begin = workload.now();
@@ -108,19 +108,19 @@ async fn a_deleted_node_is_a_lost_lock() {
             all.sort_by_key(|name| name[name.len() - 10..].to_owned());
             operator.delete(&format!("{path}/{}", all[0]), None).await.unwrap();
         }
-        workload.wait_for_steady_losses(3 * round).await;
+        workload.wait_for_long_held_losses(3 * round).await;
         windows.push(Window::new(begin, workload.now() + 1_000_000_000));
         let losses = workload.losses();
-        let steady_losses =
+        let long_held_losses =
             losses.iter().filter(|loss| loss.key.starts_with("steady") && loss.at > begin);
         let detected_after: Vec<_> =
-            steady_losses.map(|loss| std::time::Duration::from_nanos(loss.at - begin)).collect();
+            long_held_losses.map(|loss| std::time::Duration::from_nanos(loss.at - begin)).collect();
         println!("detected after {detected_after:?}");
         assert!(detected_after.iter().all(|after| *after < LONG_SESSION / 4), "{detected_after:?}");
     }
     workload.wait_for_progress().await;
     let outcome = finish(workload, &server.url()).await;
-    let losses = outcome.steady_losses();
+    let losses = outcome.long_held_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
     outcome.assert_guarantees_except_in(&windows);
 }

@@ -37,7 +37,7 @@ async fn a_server_paused_for_longer_than_a_session_admits_no_second_holder() {
     let workload = super::support::start_workload(&server.url(), SESSION).await;
     workload.pause_until_losses(&server).await;
     let outcome = finish(workload, &server.url()).await;
-    let losses = outcome.steady_losses();
+    let losses = outcome.long_held_losses();
     assert!(losses.contains(&LostReason::Expired), "{losses:?}");
     outcome.assert_guarantees();
 }
@@ -71,12 +71,12 @@ async fn a_session_ended_by_an_operator_is_lost_and_replaced() {
     for round in 1..=2 {
         for (number, backend) in backends.iter().enumerate() {
             workload.wait_for_progress().await;
-            workload.wait_until_steady_held().await;
+            workload.wait_until_long_held().await;
             let session = backend.session_id().unwrap();
             let begin = workload.now();
             server.end_session(session).await.unwrap();
-            workload.wait_for_steady_losses(3 * (round - 1) + number + 1).await;
-            workload.wait_until_steady_held().await;
+            workload.wait_for_long_held_losses(3 * (round - 1) + number + 1).await;
+            workload.wait_until_long_held().await;
             // A holder that is not notified loses the lock when its lease ends.
             let lease = u64::try_from((SESSION / 2).as_nanos()).unwrap();
             windows.push(Window::new(begin, workload.now() + lease));
@@ -85,7 +85,7 @@ async fn a_session_ended_by_an_operator_is_lost_and_replaced() {
     }
     workload.wait_for_progress().await;
     let outcome = finish(workload, &server.url()).await;
-    let losses = outcome.steady_losses();
+    let losses = outcome.long_held_losses();
     // On a loaded machine, the lease may end before the client detects the loss.
     let is_expected =
         |reason: &LostReason| matches!(reason, LostReason::Gone | LostReason::Expired);
@@ -136,7 +136,7 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
         assert_a_suspended_holder_is_replaced(&workload, other_client, client).await.unwrap();
     let new_client = registry(&url, SESSION).await;
     let outcome = workload.end(new_client, LONG, events).await;
-    assert_eq!(outcome.steady_losses(), [], "no other holder was suspended");
+    assert_eq!(outcome.long_held_losses(), [], "no other holder was suspended");
     outcome.with_paused_holders_of("paused").assert_guarantees();
 }
 
