@@ -355,7 +355,7 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
             Locks::Session { table, session } => (session.release(claim).await, table),
             Locks::Row { table, sessions } => (sessions.release(claim).await, table),
         };
-        table.store.maybe_purge(claim).await;
+        table.store.maybe_purge(claim.id()).await;
         self.result_with_address(released)
     }
 

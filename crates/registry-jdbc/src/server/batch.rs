@@ -45,7 +45,7 @@ impl<D: Dialect> LeaseTable<D> {
                 }
                 self.recently_released.insert(self.row_id(claim.key()));
                 self.wakeups.on_release(claim.key());
-                self.store.maybe_purge(claim).await;
+                self.store.maybe_purge(claim.id()).await;
                 Ok(Release::Freed)
             }
         }))

@@ -330,7 +330,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
         if released == Release::NotHeld {
             released = Box::pin(self.release_in_record(claim)).await?;
         }
-        self.store.maybe_purge(claim).await;
+        self.store.maybe_purge(claim.id()).await;
         Ok(released)
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Claim, Key, Registry};
+use registry_core::{ClaimId, Key, Registry};
 use sqlx::Transaction;
 
 use super::backend::{Locks, SqlBackend};
@@ -43,7 +43,7 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         // No release of this lock reaches the store, so its rows are purged here. After the
         // attempt, the purge could wait for the row that the transaction has locked.
-        lockable.table.store.maybe_purge(&Claim::new(key.clone(), Duration::ZERO)).await;
+        lockable.table.store.maybe_purge(ClaimId::random()).await;
         let deadline = Deadline::after(wait);
         // The first attempt neither waits nor joins the local queue. So an error of the transaction
         // is returned at once, even if another caller holds the lock. A transaction that already

@@ -5,11 +5,11 @@
 use std::future::Future;
 use std::time::Duration;
 
-use registry_core::{BackendError, Claim};
+use registry_core::{BackendError, ClaimId};
 use tokio::time::timeout;
 
-/// A release or a `lock_in` purges a batch if the random id of its claim begins with this byte: one
-/// in 256.
+/// A release purges a batch if the random id of its claim begins with this byte: one in 256. A
+/// `lock_in` draws an id of its own.
 const PURGE_ID_BYTE: u8 = 0;
 
 /// The maximum time that a batch adds to a release or a `lock_in`, even if all connections are
@@ -20,14 +20,14 @@ const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 /// between two batches, so that at most about half of all rows are dead.
 pub(crate) const PURGE_BATCH_ROWS: u16 = 512;
 
-/// Calls `purge_batch` with the id of a random first row, for one claim in 256.
-pub(crate) async fn maybe_purge<T, F>(claim: &Claim, purge_batch: impl FnOnce([u8; 32]) -> F)
+/// Calls `purge_batch` with the id of a random first row, for one `id` in 256.
+pub(crate) async fn maybe_purge<T, F>(id: ClaimId, purge_batch: impl FnOnce([u8; 32]) -> F)
 where
     F: Future<Output = Result<T, BackendError>>,
 {
-    if claim.id().to_bytes()[0] == PURGE_ID_BYTE {
-        // The release is complete and must not fail because of the purge. The next acquisition
-        // returns any error of the tables.
+    if id.to_bytes()[0] == PURGE_ID_BYTE {
+        // The caller's operation must not fail because of the purge. The next acquisition returns
+        // any error of the tables.
         let start: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
         let _ = timeout(BATCH_TIMEOUT, purge_batch(start)).await;
     }

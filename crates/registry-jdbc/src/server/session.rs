@@ -686,18 +686,16 @@ impl<P: SessionProtocol> SessionState<P> {
     async fn release(&mut self, claim: &Claim) -> Release {
         let name = self.protocol.lock_name(claim.key());
         self.release_expired().await;
-        if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
+        let Some(held) = self.held.get(&name).filter(|held| held.claim == claim.id()) else {
             return Release::NotHeld;
-        }
+        };
+        let token = held.token;
         // If `unlock` fails, the session ends. It is then unknown how long the lock was held, and a
         // retry is useless. So the result is `NotHeld`.
-        let token = self.held.get(&name).map(|held| held.token);
         if !self.unlock(&name).await {
             return Release::NotHeld;
         }
-        if let Some(token) = token {
-            self.reservations.return_unused(&name, token, claim.token_block());
-        }
+        self.reservations.return_unused(&name, token, claim.token_block());
         Release::Freed
     }
 

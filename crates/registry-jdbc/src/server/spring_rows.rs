@@ -167,7 +167,7 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = D::release_spring(self, claim).await?;
-        self.store.maybe_purge(claim).await;
+        self.store.maybe_purge(claim.id()).await;
         Ok(released)
     }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use registry_core::config::BackendConfig as _;
-use registry_core::{BackendError, Claim};
+use registry_core::{BackendError, ClaimId};
 
 use super::config::ServerSettings;
 use super::dialect::Dialect;
@@ -95,9 +95,9 @@ impl<D: Dialect> Store<D> {
         Ok(TransactionDatabase::Same { has_old_snapshot: D::flag(row, 3)? })
     }
 
-    /// Purges a batch of rows for one claim in 256.
-    pub(crate) async fn maybe_purge(&self, claim: &Claim) {
-        purge::maybe_purge(claim, |start| D::purge_batch(self, start)).await;
+    /// Purges a batch of rows for one random id in 256.
+    pub(crate) async fn maybe_purge(&self, id: ClaimId) {
+        purge::maybe_purge(id, |start| D::purge_batch(self, start)).await;
     }
 }
 

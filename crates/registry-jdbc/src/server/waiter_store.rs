@@ -80,7 +80,7 @@ impl<D: Dialect> LeaseTable<D> {
         let statements = &self.statements().waiters;
         let values = vec![self.id_value(claim.key()), Value::claim(claim)];
         self.send(&statements.unregister, values).await?;
-        purge::maybe_purge(claim, |_| self.send(&statements.purge, Vec::new())).await;
+        purge::maybe_purge(claim.id(), |_| self.send(&statements.purge, Vec::new())).await;
         Ok(())
     }
 
