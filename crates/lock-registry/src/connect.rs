@@ -1,4 +1,4 @@
-//! Opens a registry from a validated configuration. Called by `RegistryConfig::connect`.
+//! The function `connect`, and `open`, which opens a registry from a validated configuration.
 
 use std::net::ToSocketAddrs as _;
 use std::sync::Arc;
@@ -23,15 +23,15 @@ use crate::options::Options;
 ///
 /// Stores of this host:
 /// - `sqlite:PATH`, `sqlite:///PATH`: one file, for all processes of this host. Feature `sqlite`.
-/// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`: the Redis server at this socket, for all
-///   processes that reach it. Feature `redis`.
 ///
 /// Stores for all hosts that reach them:
-/// - `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`: a PostgreSQL database. Feature
+/// - `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `postgresql://…`: a PostgreSQL database. Feature
 ///   `postgres`, with encryption `postgres-tls`.
 /// - `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `mariadb://…`: a MariaDB or MySQL database.
 ///   Feature `mysql`, with encryption `mysql-tls`.
 /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`: a Redis or Valkey server. Feature `redis`.
+/// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`: the Redis server at this socket. Other
+///   hosts may reach the same server over TCP. Feature `redis`.
 /// - `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]`: the master that these
 ///   sentinels name. Feature `redis`.
 /// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`: the cluster that these members belong to.
@@ -72,8 +72,9 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     RegistryConfig::new().url(url).connect().await
 }
 
-/// Opens the registry that `resolved` describes. Repeats failed attempts for `limit`. Without a
-/// `limit`, repeats them for `connect_timeout`.
+/// Opens the registry that `resolved` describes. If the store is remote, repeats an attempt that
+/// fails with a transient error until `limit` is over. The default of `limit` is the option
+/// `connect_timeout`.
 pub(crate) async fn open(
     resolved: Resolved,
     observers: Vec<Arc<dyn Observer>>,
@@ -174,8 +175,8 @@ async fn open_with_retries(
     }
 }
 
-/// Returns the first of `hosts` whose name cannot be resolved. Client libraries report such a host
-/// only as a lost connection.
+/// Returns the first of `hosts` whose lookup fails within [`RESOLVE_LIMIT`]. Client libraries report
+/// such a host only as a lost connection.
 async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
     for (host, port) in hosts {
         let lookup = tokio::task::spawn_blocking(move || {

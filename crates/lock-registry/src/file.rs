@@ -20,8 +20,8 @@ impl RegistryConfig {
     /// rest of the document is ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, is already set, or has
-    /// a value without its syntax. [`check`](Self::check) also verifies the range.
+    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, was already set by a
+    /// file, or has a value with invalid syntax. [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```
@@ -72,8 +72,8 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
 
 /// The value of an option.
 enum OptionValue {
-    /// Text, or a whole number or boolean as text. One function per option thus parses the values
-    /// of all sources.
+    /// Text, or a whole number or boolean as text, because the other sources of options have only
+    /// text.
     Text(String),
     /// A list, a table, a date, a null or a number that is not whole. No option accepts these.
     Other,
@@ -100,7 +100,7 @@ impl OptionValue {
     }
 }
 
-/// Deserializes a section of a larger configuration, in any format.
+/// Deserializes a section of a larger configuration, in any self-describing format.
 ///
 /// Deserialization accepts unknown names and invalid values. [`RegistryConfig::check`] and
 /// [`RegistryConfig::connect`] then return the error. A deserializer's own error would quote the
@@ -166,8 +166,28 @@ impl<'de> Visitor<'de> for OptionValueVisitor {
         Ok(OptionValue::Text(text.to_owned()))
     }
 
+    fn visit_i128<E: de::Error>(self, number: i128) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(number.to_string()))
+    }
+
+    fn visit_u128<E: de::Error>(self, number: u128) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(number.to_string()))
+    }
+
+    fn visit_bytes<E: de::Error>(self, _bytes: &[u8]) -> Result<OptionValue, E> {
+        Ok(OptionValue::Other)
+    }
+
     fn visit_unit<E: de::Error>(self) -> Result<OptionValue, E> {
         Ok(OptionValue::Other)
+    }
+
+    fn visit_none<E: de::Error>(self) -> Result<OptionValue, E> {
+        Ok(OptionValue::Other)
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, value: D) -> Result<OptionValue, D::Error> {
+        value.deserialize_any(self)
     }
 
     fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<OptionValue, A::Error> {

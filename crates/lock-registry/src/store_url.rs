@@ -15,8 +15,8 @@ pub(crate) struct StoreUrl {
 }
 
 impl StoreUrl {
-    /// Parses `url`. Errors show only the scheme and the names of options. Any other part may
-    /// contain a password, most likely in a malformed URL.
+    /// Parses `url`. Errors show only the scheme and fixed text. In a malformed URL, any other part
+    /// may contain a password.
     pub(crate) fn parse(url: &str) -> Result<Self, ConfigError> {
         if url.is_empty() {
             return Err(error_with_schemes(

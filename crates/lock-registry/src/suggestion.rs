@@ -1,6 +1,6 @@
 //! Suggests a known name for a misspelt one.
 
-/// Returns the name of `known` that is most similar to `given`, if it is similar enough.
+/// Returns the most similar of the names in `known` that are similar enough to `given`.
 pub(crate) fn suggest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let given = given.to_lowercase();
     known
@@ -10,15 +10,16 @@ pub(crate) fn suggest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> 
         .map(|(name, _)| name)
 }
 
-/// Returns the similarity of two names. Spelling counts most, then a common prefix.
+/// Returns the similarity of two names. The edit distance has the weight 1. The Jaro-Winkler
+/// similarity, which prefers a common prefix, has the weight 1/2.
 fn similarity(given: &str, known: &str) -> f64 {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known)
         + strsim::jaro_winkler(given, &known) / 2.0
 }
 
-/// Returns whether at least half of the letters agree, or `given` abbreviates `known` (`ns` for
-/// `namespace`).
+/// Returns whether the edit distance is at most half the length of the longer name, or `given`
+/// abbreviates `known` (`ns` for `namespace`).
 fn is_similar(given: &str, known: &str) -> bool {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known) >= 0.5

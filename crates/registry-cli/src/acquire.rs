@@ -185,7 +185,7 @@ pub(crate) async fn close(registry: &Registry) {
 
 /// Closes the `registry` of a command that held no lock. A store that does not respond delays the
 /// end of the command by at most [`SHORT_CLOSE_LIMIT`].
-pub(crate) async fn close_reader(registry: &Registry) {
+pub(crate) async fn close_without_locks(registry: &Registry) {
     let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
 }
 

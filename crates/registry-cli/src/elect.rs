@@ -38,7 +38,7 @@ impl ElectCommand {
         let role = args::parse_key(&elect.role)?;
         let store = StoreConfig::choose(global)?;
         let store =
-            store.with_lease_and_label(elect.lease.as_deref(), elect.label.as_deref(), None)?;
+            store.with_connect_options(elect.lease.as_deref(), elect.label.as_deref(), None)?;
         if elect.data.len() > Election::DATA_BYTES_MAX {
             return Err(CliError::usage(format!(
                 "--data has {} bytes, which is more than the maximum {}; shorten it",

@@ -1,4 +1,4 @@
-//! `lockreg show`, `list`, `value` and `break`: print the holders of locks and their value blocks,
+//! `lockreg show`, `list`, `value` and `break`: print holders, waiters and the value block of a key,
 //! and release locks by force.
 
 use lock_registry::modes::WaitingClaim;
@@ -76,7 +76,7 @@ pub(crate) async fn list(
         let views: Vec<WaiterView<'_>> = waiters.iter().map(WaiterView::from).collect();
         output.result(&views, || {
             if waiters.is_empty() {
-                return "no process waits for a lock\n".to_owned();
+                return "no waiter is registered\n".to_owned();
             }
             table(WAITER_HEADING, waiters.iter().map(waiter_row))
         })?;

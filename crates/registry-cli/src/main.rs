@@ -47,10 +47,10 @@ use crate::signals::Signals;
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
-    // `lockreg` starts itself in these hidden roles.
+    // `lockreg` starts itself with these hidden subcommands.
     match arguments.next().as_deref().and_then(|first| first.to_str()) {
-        Some(run::exec::ROLE) => return run::exec::main(arguments).into(),
-        Some(run::watchdog::ROLE) => return run::watchdog::main().into(),
+        Some(run::exec::HIDDEN_SUBCOMMAND) => return run::exec::main(arguments).into(),
+        Some(run::watchdog::HIDDEN_SUBCOMMAND) => return run::watchdog::main().into(),
         _ => {}
     }
     std::panic::set_hook(Box::new(|panic| {

@@ -25,7 +25,7 @@ use tokio_io_timeout::TimeoutStream;
 
 use self::http::{BreakToken, Server};
 use self::monitor::Monitor;
-use crate::acquire::close_reader;
+use crate::acquire::close_without_locks;
 use crate::args::{self, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::Output;
@@ -86,8 +86,8 @@ impl ServeCommand {
             output.notice(
                 "warning",
                 &format!(
-                    "other hosts can read all keys and labels at {address}, without encryption; for other hosts, listen \
-                     on 127.0.0.1 behind a proxy that authenticates its users"
+                    "other hosts can read all keys and labels at {address}, without encryption; to serve other hosts, \
+                     listen on 127.0.0.1, and put a proxy that authenticates users in front"
                 ),
                 json!({ "address": address.to_string() }),
             );
@@ -100,7 +100,7 @@ impl ServeCommand {
             () = connections => {}
             _ = signals.next_termination() => {}
         }
-        close_reader(&registry).await;
+        close_without_locks(&registry).await;
         Ok(0)
     }
 }
@@ -117,9 +117,13 @@ fn break_token(args: &args::ServeArgs) -> Result<Option<BreakToken>, CliError> {
     };
     let token = token.trim();
     if token.len() < TOKEN_BYTES_MIN {
+        let hint = match &args.token_file {
+            Some(path) => format!("write a longer one to {}", path.display()),
+            None => format!("set {TOKEN_VARIABLE} or use --token-file"),
+        };
         return Err(CliError::usage(format!(
-            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, but the token has {}; set {TOKEN_VARIABLE} \
-             or write the file of --token-file, for example with the output of `openssl rand -hex 16`",
+            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, but the token has {}; {hint}, for example \
+             the output of `openssl rand -hex 16`",
             token.len()
         )));
     }

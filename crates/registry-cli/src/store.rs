@@ -1,5 +1,5 @@
 //! Selects and opens the store. This module returns configuration errors before any access to a
-//! file or a server. Only the reach of a store with a URL is checked after it is opened.
+//! file or a server. The reach is checked again after the store is opened.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ use crate::args::{AcquireArgs, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::Output;
 
-/// A store with a valid configuration that is not open yet.
+/// The valid configuration of a store that is not open yet.
 #[derive(Debug)]
 pub(crate) struct StoreConfig {
     config: RegistryConfig,
@@ -39,8 +39,8 @@ impl StoreConfig {
         } else if global.local || std::env::var_os("LOCK_REGISTRY_URL").is_none() {
             if global.require_reach.is_some_and(|required| Reach::from(required) > Reach::Host) {
                 return Err(CliError::usage(
-                    "the default store excludes only processes of this host, less than --require-reach network; \
-                     set another store with --url or LOCK_REGISTRY_URL",
+                    "--require-reach requires network, but the default store reaches only this host; set another \
+                     store with --url, or with LOCK_REGISTRY_URL and without --local",
                 ));
             }
             let state = state_directory(|name| std::env::var_os(name))?;
@@ -56,17 +56,19 @@ impl StoreConfig {
         Ok(Self { config, directory, is_implicit_default, require_reach })
     }
 
-    /// Adds the options of a command that acquires a lock.
+    /// Sets the lease, the label and the time limit for connecting of a command that acquires a
+    /// lock.
     pub(crate) fn with_acquire_args(self, args: &AcquireArgs) -> Result<Self, CliError> {
-        self.with_lease_and_label(args.lease.as_deref(), args.label.as_deref(), args.wait)
+        self.with_connect_options(args.lease.as_deref(), args.label.as_deref(), args.wait)
     }
 
-    /// Sets the lease, the label and the time limit of the connection.
-    pub(crate) fn with_lease_and_label(
+    /// Sets the lease, the label (default: `HOST:PID`), and the time for which failed connection
+    /// attempts are repeated.
+    pub(crate) fn with_connect_options(
         mut self,
         lease: Option<&str>,
         label: Option<&str>,
-        wait: Option<Duration>,
+        connect_limit: Option<Duration>,
     ) -> Result<Self, CliError> {
         if let Some(lease) = lease {
             self.config = self.config.with_argument("lease", lease)?;
@@ -76,8 +78,8 @@ impl StoreConfig {
         } else if !self.settings()?.iter().any(|setting| setting.name == "label") {
             self.config = self.config.label(default_label());
         }
-        if let Some(wait) = wait {
-            self.config = self.config.connect_within(wait);
+        if let Some(connect_limit) = connect_limit {
+            self.config = self.config.connect_within(connect_limit);
         }
         self.config.check()?;
         Ok(self)
@@ -116,8 +118,10 @@ impl StoreConfig {
         let capabilities = registry.capabilities();
         match self.require_reach {
             Some(required) if capabilities.reach < required => Err(CliError::usage(format!(
-                "the {} store excludes only {}, but --require-reach requires {required}; set another store with --url",
-                capabilities.store, capabilities.reach
+                "--require-reach requires {}, but the {} store reaches only {}; set another store with --url",
+                format!("{required:?}").to_lowercase(),
+                capabilities.store,
+                capabilities.reach
             ))),
             _ => Ok(registry),
         }

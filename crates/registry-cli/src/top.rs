@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
 use self::view::{Action, View};
-use crate::acquire::close_reader;
+use crate::acquire::close_without_locks;
 use crate::args::{self, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::{Output, printable};
@@ -59,7 +59,7 @@ pub(crate) async fn top(
     let mut terminal = ratatui::try_init().map_err(CliError::os("cannot use the terminal"))?;
     let shown = show(&mut terminal, &registry, &mut view, args.interval, terminated).await;
     ratatui::restore();
-    close_reader(&registry).await;
+    close_without_locks(&registry).await;
     shown.map_err(CliError::os("cannot write to the terminal"))?;
     Ok(0)
 }

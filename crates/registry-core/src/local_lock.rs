@@ -189,7 +189,7 @@ struct WaitQueue {
     exclusive_hold: Weak<Hold>,
     /// The holds that are not exclusive and have an owner. The owner of a shared or upgradable hold
     /// can re-enter.
-    shared_holds: Vec<Weak<Hold>>,
+    concurrent_holds: Vec<Weak<Hold>>,
     /// The last shared grant, which further readers may join.
     joinable_grant: Weak<ActiveGrant>,
     /// The grants of this key that are not exclusive. Several can exist at the same time. Some may
@@ -334,7 +334,8 @@ impl AdmissionChannel {
     }
 }
 
-/// What a caller gets when it is first in the queue, or at once if its owner holds the lock.
+/// How [`LocalLock::enter`] admits a caller: with a permit, or with a guard of a grant that this
+/// process already has.
 #[derive(Debug)]
 pub(crate) enum Admission {
     /// The local permit, with which the caller may compete for the key in the store.
@@ -397,8 +398,9 @@ impl LocalLock {
         self.epoch.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits for the local permit, a hand-over, or a shared grant to join. Re-enters at once if
-    /// `owner` already holds the lock.
+    /// Waits for the local permit, a hand-over, or a shared grant to join. If `owner` already holds
+    /// the lock, re-enters at once, or returns [`NotAdmitted::HeldByOwner`] if the held mode does not
+    /// include the requested one.
     ///
     /// If the permit is taken, a caller that does not wait gets an extra permit outside of the
     /// queue, unless its mode is exclusive. The store may grant its claim even while another caller
@@ -499,8 +501,8 @@ impl LocalLock {
         }
     }
 
-    /// Records `hold` as the current hold, and sends guards to the waiters of the same owner.
-    /// Called while the first guard of `hold` exists.
+    /// Records `hold` for re-entry by its owner, and sends guards to the waiters of this owner. Does
+    /// nothing for a hold without an owner. Called while the first guard of `hold` exists.
     pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
@@ -592,8 +594,8 @@ impl LocalLock {
     /// passes the local permit to the first remaining waiter.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // The exclusive hold may still be active. A grant that was upgraded to exclusive has no
-        // local permit, so the permit that passes on here may be another caller's.
+        // The exclusive hold may still be active: an upgraded grant is exclusive but has no local
+        // permit, so another caller may have had the permit that is passed on here.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
@@ -669,8 +671,8 @@ impl WaitQueue {
         self.joinable_grant.upgrade()?.join(options, owner.cloned())
     }
 
-    /// Records a sent guard. Before the vector grows, this removes the guards that were received,
-    /// so that its size follows the number of callers and not the number of guards.
+    /// Records a sent guard. Before the vector grows, this removes the guards that were received. Its
+    /// size is thus limited by the guards that are not yet received, not by all sent guards.
     fn record_unreceived_guard(&mut self, sent: SentAdmission) {
         let guards = &mut self.unreceived_guards;
         if guards.len() == guards.capacity() {
@@ -694,16 +696,17 @@ impl WaitQueue {
         joined
     }
 
-    /// Makes `hold` the current hold. The waiters of its owner that may re-enter `hold` leave the
-    /// queue. Returns their channels with a guard for each.
+    /// Records `hold` for re-entry by its owner. The waiters of this owner that may re-enter `hold`
+    /// leave the queue. Returns their channels with a guard for each. A hold without an owner only
+    /// clears `exclusive_hold`.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<AdmissionChannel>, Admission)> {
         let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.exclusive_hold = Weak::new();
             return reentries;
         };
-        // An expired hold does not become current, because `exclusive_hold` may already refer to a
-        // later hold.
+        // An expired hold is not recorded, because `exclusive_hold` may already refer to a later
+        // hold.
         if hold.grant().valid_until() <= Moment::now_coarse() {
             return reentries;
         }
@@ -711,8 +714,8 @@ impl WaitQueue {
         if held == ClaimMode::Exclusive {
             self.exclusive_hold = Arc::downgrade(hold);
         } else {
-            self.shared_holds.retain(|hold| hold.strong_count() > 0);
-            self.shared_holds.push(Arc::downgrade(hold));
+            self.concurrent_holds.retain(|hold| hold.strong_count() > 0);
+            self.concurrent_holds.push(Arc::downgrade(hold));
         }
         let of_owner = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
         let tickets: Vec<u64> = self.by_owner.range(of_owner).map(|(_, ticket)| *ticket).collect();
@@ -771,7 +774,7 @@ impl WaitQueue {
     /// if the owner must queue.
     fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
         let mut result = None;
-        for hold in std::iter::once(&self.exclusive_hold).chain(&self.shared_holds) {
+        for hold in std::iter::once(&self.exclusive_hold).chain(&self.concurrent_holds) {
             let Some(hold) = hold.upgrade().filter(|hold| hold.owner() == Some(owner)) else {
                 continue;
             };

@@ -36,8 +36,9 @@ pub enum RecordChange {
 }
 
 /// The text of a record with a new grant, for a store that reads its clock and creates the token in
-/// the same step. The store writes `before`, `id_and_mode`, `until`, `since`, 16 zeros, the token,
-/// `rest` and `after`, without separators. See [`LockRecord::to_text`] for the fields.
+/// the same step. The store writes `before`, `id_and_mode`, `until`, `since` or its own time, 16
+/// zeros, the token, `rest` and `after`, without separators. See [`LockRecord::to_text`] for the
+/// fields.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NewGrant {
@@ -45,6 +46,8 @@ pub struct NewGrant {
     pub before: String,
     /// The fields of the new entry before `until`.
     pub id_and_mode: String,
+    /// The time of the grant that this one converts. `None` for any other grant.
+    pub since: Option<u64>,
     /// The fields of the new entry after the token, with its `;`.
     pub rest: String,
     /// The text of the entries after the new one.
@@ -256,7 +259,8 @@ impl LockRecord {
             Some(index) if is_new => {
                 let others = self.entries.iter().filter(|entry| entry.id != claim.id());
                 let until_of_others = others.map(|entry| entry.until).max().unwrap_or(0);
-                RecordChange::Grant(self.new_grant(index, until_of_others))
+                let is_conversion = claim.is_conversion();
+                RecordChange::Grant(self.new_grant(index, is_conversion, until_of_others))
             }
             _ if self == before => RecordChange::Nothing(attempt),
             _ => RecordChange::Replace(self, attempt),
@@ -530,12 +534,18 @@ mod text {
     impl LockRecord {
         /// Returns the text before and after the fields that a store fills in for the entry at
         /// `index`.
-        pub(super) fn new_grant(&self, index: usize, until_of_others: u64) -> NewGrant {
+        pub(super) fn new_grant(
+            &self,
+            index: usize,
+            is_conversion: bool,
+            until_of_others: u64,
+        ) -> NewGrant {
             let text = |entries: &[RecordEntry]| entries.iter().map(RecordEntry::to_text).collect();
             let entry = self.entries[index].to_text();
             NewGrant {
                 before: text(&self.entries[..index]),
                 id_and_mode: entry[..UNTIL_AT].to_owned(),
+                since: is_conversion.then_some(self.entries[index].since),
                 rest: entry[BLOCK_AT..].to_owned(),
                 after: text(&self.entries[index + 1..]),
                 until_of_others,
@@ -674,8 +684,8 @@ mod tests {
         let RecordChange::Grant(grant) = record.clone().attempt(&second, 6) else {
             panic!("readers share the key")
         };
-        let NewGrant { before, id_and_mode, rest, after, until_of_others } = grant;
-        assert_eq!(until_of_others, 10_000_005);
+        let NewGrant { before, id_and_mode, since, rest, after, until_of_others } = grant;
+        assert_eq!((since, until_of_others), (None, 10_000_005));
         let text =
             format!("{before}{id_and_mode}{:016}{:016}{:016}{:019}{rest}{after}", 77, 7, 0, 9);
         let filled = LockRecord::parse(&text).unwrap();

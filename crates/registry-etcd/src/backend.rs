@@ -46,13 +46,15 @@ use crate::watcher::Watcher;
 ///
 /// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to 2
 /// s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder becomes
-/// free up to 2.5 s after the end of its lease, and is granted after a further 250 ms.
+/// free up to 2.5 s after the end of its lease, and is granted after a further 250 ms (at once with
+/// `layout=etcdctl`).
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
     /// The addresses of all configured members, for errors that no single member caused.
     addresses: Arc<str>,
     pub(crate) names: KeyNames,
-    pub(crate) host: String,
+    /// The name of this host, which each entry contains.
+    pub(crate) local_host_name: String,
     pub(crate) client: EtcdClient,
     pub(crate) keep_alive: KeepAlive,
     pub(crate) watcher: Watcher,
@@ -78,7 +80,7 @@ impl EtcdBackend {
         let client = EtcdClient::new(&config)?;
         let names = KeyNames::new(config.layout, config.namespace());
         let backend = Self {
-            host: record::host_name(),
+            local_host_name: record::host_name(),
             keep_alive: KeepAlive::new(client.clone()),
             watcher: Watcher::new(client.clone()),
             pool: LeasePool::new(client.clone()),
@@ -128,22 +130,23 @@ impl EtcdBackend {
         self.client.call(range).await.map_err(|failure| self.with_address(failure.into_error()))
     }
 
-    /// Decodes an entry in the queue of `key`, and reads the remaining time of its lease.
-    async fn decode_entry(&self, key: Key, entry: &KeyValue) -> Result<Holder, BackendError> {
+    /// Decodes an entry in the queue of `key`, and fetches the remaining time of its lease.
+    async fn fetch_holder(&self, key: Key, entry: &KeyValue) -> Result<Holder, BackendError> {
         let request = LeaseTimeToLiveRequest { id: entry.lease };
         let response = self.client.call(request).await.map_err(CallError::into_error)?;
         let remaining = u64::try_from(response.ttl).ok().map(Duration::from_secs);
         Ok(record::decode_holder(key, entry, remaining))
     }
 
-    /// Decodes the entries, each with its key. Returns them in the order of their tokens.
-    async fn decode_entries(
+    /// Decodes the entries, each with its key, and fetches the remaining times of their leases.
+    /// Returns the holders in the order of their tokens.
+    async fn fetch_holders(
         &self,
         entries: &[(Key, KeyValue)],
     ) -> Result<Vec<Holder>, BackendError> {
         let mut holders = Vec::with_capacity(entries.len());
         for batch in entries.chunks(BATCH_MAX) {
-            let batch = batch.iter().map(|(key, entry)| self.decode_entry(key.clone(), entry));
+            let batch = batch.iter().map(|(key, entry)| self.fetch_holder(key.clone(), entry));
             for holder in join_all(batch).await {
                 holders.push(holder?);
             }
@@ -189,7 +192,7 @@ impl EtcdBackend {
 
     /// Returns a range request for the keys of this namespace from `start_key` on. An empty
     /// `start_key` requests all keys. The request has no sort order, because members return keys in
-    /// order anyway. For each page of a sorted request, they would read all keys.
+    /// order anyway. With a sort order, they would read the whole range for each page.
     fn namespace_range(&self, start_key: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
         let first_key = if prefix.is_empty() { b"\0" } else { prefix };
@@ -266,25 +269,25 @@ impl LockAdmin for EtcdBackend {
         let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
         let granted: Vec<_> =
             modes::granted(entries).into_iter().map(|entry| (key.clone(), entry)).collect();
-        self.decode_entries(&granted).await
+        self.fetch_holders(&granted).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let granted = self.queues().await?.into_iter().flat_map(|(key, entries)| {
             modes::granted(entries).into_iter().map(move |entry| (key.clone(), entry))
         });
-        self.decode_entries(&granted.collect::<Vec<_>>()).await
+        self.fetch_holders(&granted.collect::<Vec<_>>()).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..TRIES_MAX {
             let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
-            let ended = modes::granted_or_upgrading(entries);
-            if ended.is_empty() {
+            let to_delete = modes::granted_or_upgrading(entries);
+            if to_delete.is_empty() {
                 return Ok(Release::NotHeld);
             }
             let mut freed = false;
-            for batch in ended.chunks(BATCH_MAX) {
+            for batch in to_delete.chunks(BATCH_MAX) {
                 // This call does not revoke the leases, because another program may hold other
                 // locks by the same lease.
                 let deletions = batch
@@ -324,7 +327,7 @@ impl WaiterStore for EtcdBackend {
         let waiting = queues.into_iter().flat_map(|(key, entries)| {
             modes::waiting(entries).into_iter().map(move |entry| (key.clone(), entry))
         });
-        let waiting = self.decode_entries(&waiting.collect::<Vec<_>>()).await?;
+        let waiting = self.fetch_holders(&waiting.collect::<Vec<_>>()).await?;
         // The entry of a waiting claim has the same fields as that of a holder.
         let to_waiting = |entry: Holder| {
             WaitingClaim::new(entry.key)

@@ -82,7 +82,7 @@ impl EtcdBackend {
         let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
         let mut condition = if claim.joins_queue() { AppendIf::Always } else { AppendIf::Empty };
         for _ in 0..CONFLICTS_MAX {
-            let record = record::encode(claim, &self.host);
+            let record = record::encode(claim, &self.local_host_name);
             let (name, lease) = (&entry.name, entry.lease.id);
             let append = txn::append(
                 &queue,
@@ -437,7 +437,7 @@ impl EtcdBackend {
             &queue,
             own_entry,
             &name,
-            record::encode_request(claim, &self.host),
+            record::encode_request(claim, &self.local_host_name),
             lease.id,
             self.names.tombstone_prefix(&queue).as_deref(),
         );

@@ -145,7 +145,7 @@ impl EtcdBackend {
             return self.append_entry(claim, entry_guard, entry, tombstone).await;
         }
         let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
-        let record = record::encode(claim, &self.host);
+        let record = record::encode(claim, &self.local_host_name);
         let joins_queue = self.keeps_entry(claim);
         let enqueue = if joins_queue { txn::enqueue } else { txn::enqueue_if_empty };
         let enqueue = enqueue(&queue, &entry.name, record, entry.lease.id, tombstone);

@@ -16,7 +16,7 @@ use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, rejected_write, run_child_process,
+    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
     serve_with_writer,
 };
 use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
@@ -387,7 +387,7 @@ impl FencedWriter for StockTable {
         transaction.rollback().await?;
         let changed = update().execute(&mut connection).await?.rows_affected();
         if changed == 0 {
-            return Err(rejected_write("no row has this token or an older one"));
+            return Err(write_refused_by_server("no row has this token or an older one"));
         }
         Ok(())
     }

@@ -261,7 +261,7 @@ impl RedisStore {
         let event_seq = last_event_seq();
         let call = self
             .scripts
-            .acquire_entry
+            .add_grant
             .call([lock, &self.names.token_key(lock)])
             .arg(&seen.value[..])
             .arg(&grant.before)
@@ -271,7 +271,8 @@ impl RedisStore {
             .arg(ceil_millis(claim.lease()))
             .arg(claim.token_block())
             .arg(self.token_ttl_ms(claim))
-            .arg(grant.until_of_others);
+            .arg(grant.until_of_others)
+            .arg(grant.since.map_or_else(String::new, |since| format!("{since:016}")));
         let Value::Array(parts) = self.run_grant(self.slot(lock), &call, claim).await? else {
             return Err(unexpected_response());
         };

@@ -1,9 +1,8 @@
 //! A quorum of independent masters. A claim holds the lock if more than half of the masters grant
 //! it.
 //!
-//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
-//! the engine counts the lease from before the first request, on a monotonic clock. Second, a grant
-//! has a fencing token. If a majority already reports the same token from an earlier round, the
+//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis"), whose validity time the
+//! engine measures on a monotonic clock. In addition, a grant has a fencing token. If a majority already reports the same token from an earlier round, the
 //! quorum chooses this token. Otherwise it chooses the largest token that the granting masters
 //! returned. The quorum writes the chosen token to a majority that still has the claim, and only
 //! then reports the grant. Any later grant shares a master with that majority, so its token is
@@ -47,7 +46,7 @@ struct QuorumMaster {
     store: RedisStore,
     /// See [`with_restart_guard`](RedisConfig::with_restart_guard).
     min_uptime: Duration,
-    release_retry_permits: Semaphore,
+    retry_permits: Semaphore,
     /// The `run_id` of the first server process that responded at this address. Empty if the user
     /// may not read the `run_id`.
     first_run_id: OnceLock<String>,
@@ -77,7 +76,7 @@ impl Quorum {
             Ok(Arc::new(QuorumMaster {
                 store,
                 min_uptime: config.min_uptime,
-                release_retry_permits: Semaphore::new(CONCURRENT_RETRIES_MAX),
+                retry_permits: Semaphore::new(CONCURRENT_RETRIES_MAX),
                 first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
             }))
@@ -213,8 +212,8 @@ impl Quorum {
     }
 
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<AcquireResult, BackendError> {
-        // Attempts of one claim run one after the other, because concurrent attempts would agree on
-        // different tokens.
+        // Attempts of one claim run one after the other, because concurrent attempts could
+        // choose different tokens.
         let claim_mutex = self.claim_mutex(claim);
         let _guard = claim_mutex.lock().await;
         let started_at = Instant::now();
@@ -229,7 +228,7 @@ impl Quorum {
             match round.run().await? {
                 RoundOutcome::Granted(token, lease) => {
                     round.keeps_grants = true;
-                    return Ok(AcquireResult::Granted { token, lease, is_token_agreed: true });
+                    return Ok(AcquireResult::Granted { token, lease, is_token_written: true });
                 }
                 RoundOutcome::Busy(busy) => return Ok(busy),
                 RoundOutcome::Split(busy) => split_result = busy.or(split_result),
@@ -458,7 +457,7 @@ impl Quorum {
         let skew = offsets.iter().max()? - offsets.iter().min()?;
         (skew > CLOCK_SKEW_MAX_US).then(|| {
             Finding::warning(format!(
-                "the masters' clocks are {} ms apart; synchronise the clocks, because tokens may stop growing after a master loses its data",
+                "the masters' clocks are {} ms apart; synchronise the clocks; otherwise tokens may stop growing after a master loses its data",
                 skew / 1_000
             ))
         })
@@ -469,8 +468,8 @@ impl Quorum {
     }
 }
 
-/// Reads and stores the `run_id` of the master `index`. Returns an error if an earlier address
-/// leads to the same process.
+/// Fetches and stores the `run_id` of the master `index`, unless an earlier call has stored it.
+/// Returns an error if an earlier address leads to the same process.
 async fn identify_master(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
     if master.first_run_id.get().is_none() {
@@ -525,7 +524,7 @@ impl QuorumMaster {
     }
 
     /// Returns whether this or another client has observed the server process for at least
-    /// `min_uptime`. Stores a sufficient age on the server.
+    /// `min_uptime`. If this client has, stores that fact on the server.
     ///
     /// The uptime that a server reports depends on its wall clock, which an administrator can
     /// change. Clients therefore measure the age on monotonic clocks, from the process's first
@@ -585,8 +584,8 @@ impl QuorumMaster {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
                 format!(
-                    "redis: the master has run for less than restart_guard ({:?}) and may have lost its \
-                     data; it grants locks after that time",
+                    "redis: no client has observed this server process for restart_guard ({:?}), so the server may \
+                     have restarted and lost its data; it grants locks after that time",
                     self.min_uptime
                 ),
             )
@@ -623,7 +622,7 @@ impl QuorumMaster {
                 return response;
             }
             if retry_permit.is_none() {
-                let Ok(permit) = self.release_retry_permits.try_acquire() else {
+                let Ok(permit) = self.retry_permits.try_acquire() else {
                     return Err(retry_limit_error(response.err()).with_address(self.name()));
                 };
                 retry_permit = Some(permit);
@@ -653,7 +652,7 @@ impl QuorumMaster {
                 _ => {}
             }
             if retry_permit.is_none() {
-                let Ok(permit) = self.release_retry_permits.try_acquire() else { return };
+                let Ok(permit) = self.retry_permits.try_acquire() else { return };
                 retry_permit = Some(permit);
             }
             sleep(pause).await;
@@ -746,7 +745,7 @@ impl<'a> QuorumRound<'a> {
         // is long.
         requests.set_grace_period(BUSY_GRACE_PERIOD);
         let mut votes = Votes::default();
-        let mut is_grace_period_shortened = false;
+        let mut is_grace_period_restarted = false;
         while !votes.is_decided(quorum, requests.is_in_grace_period) {
             match requests.next().await {
                 ResponseEvent::Response(response) => votes.add(response),
@@ -754,8 +753,8 @@ impl<'a> QuorumRound<'a> {
                 ResponseEvent::AllReceived => break,
             }
             let responses = votes.granted.len() + votes.busy.len();
-            if !is_grace_period_shortened && responses >= quorum.majority() {
-                is_grace_period_shortened = true;
+            if !is_grace_period_restarted && responses >= quorum.majority() {
+                is_grace_period_restarted = true;
                 if is_disputed(&votes.granted, quorum.majority()) {
                     requests.set_grace_period(RESPONSE_GRACE_PERIOD_MAX);
                 } else {
@@ -766,7 +765,7 @@ impl<'a> QuorumRound<'a> {
         let Votes { granted, busy, first_error, .. } = votes;
         // An earlier attempt may have acquired the lock. A failure of this round must not withdraw
         // that grant.
-        let agreed = granted.iter().filter(|grant| grant.is_token_agreed).count();
+        let agreed = granted.iter().filter(|grant| grant.is_token_written).count();
         let missing = quorum.masters.len() - granted.len() - busy.len();
         self.keeps_grants = agreed > 0 && agreed + missing >= quorum.majority();
         let largest = granted.iter().map(|grant| grant.token).max();
@@ -778,8 +777,8 @@ impl<'a> QuorumRound<'a> {
         if granted.len() < quorum.majority() {
             return quorum.outcome_without_majority(granted.len(), first_error, busy, event_seq);
         }
-        self.write_token(token).await.map(|is_token_agreed| {
-            if is_token_agreed {
+        self.write_token(token).await.map(|is_written| {
+            if is_written {
                 RoundOutcome::Granted(token, lease)
             } else {
                 RoundOutcome::Split(None)
@@ -798,7 +797,7 @@ impl<'a> QuorumRound<'a> {
             async move { master.store.store_token(&claim, &round_state.round_id, token).await }
         });
         let (mut stored, mut not_held, mut failed) = (0, 0, 0);
-        let (mut first_error, mut is_grace_period_shortened) = (None, false);
+        let (mut first_error, mut is_grace_period_restarted) = (None, false);
         while not_held + failed <= quorum.failures_max() {
             match requests.next().await {
                 ResponseEvent::Response(Ok(true)) => stored += 1,
@@ -813,8 +812,8 @@ impl<'a> QuorumRound<'a> {
             if stored >= quorum.majority() {
                 return Ok(true);
             }
-            if !is_grace_period_shortened && stored + not_held >= quorum.majority() {
-                is_grace_period_shortened = true;
+            if !is_grace_period_restarted && stored + not_held >= quorum.majority() {
+                is_grace_period_restarted = true;
                 requests.restart_grace_period();
             }
             if !requests.is_in_grace_period && stored + not_held >= quorum.majority() {
@@ -852,8 +851,8 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// No claim has a majority, or too few masters confirmed the token. The attempt returns the
-    /// contained result if all further rounds also end this way.
+    /// No two masters report the same token, or too few masters confirmed the token. The attempt
+    /// returns the contained result if all further rounds also end this way.
     Split(Option<AcquireResult>),
 }
 
@@ -923,10 +922,9 @@ impl RenewalVotes {
 
 /// Returns the outcome of a round in which other claims hold the lock on too many masters.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundOutcome {
-    // Only a token that the quorum has written is the same on two masters. If no two tokens are the
-    // same, several attempts may have blocked each other. They retry after a
-    // random pause. A release message would wake them at the same time, and they would block each
-    // other again.
+    // Two masters report the same token only if a round has written it there. If no two tokens are
+    // the same, several attempts may have blocked each other. They retry after a random pause. A
+    // release message would wake them at the same time, and they would block each other again.
     let agreed_index = busy.iter().position(|(_, holder)| {
         busy.iter().filter(|(_, other)| holder.token == other.token).count() > 1
     });
@@ -959,8 +957,8 @@ struct Votes {
 impl Votes {
     fn add(&mut self, response: Result<AcquireResult, BackendError>) {
         match response {
-            Ok(AcquireResult::Granted { token, lease, is_token_agreed }) => {
-                self.granted.push(MasterGrant { token, is_token_agreed, lease });
+            Ok(AcquireResult::Granted { token, lease, is_token_written }) => {
+                self.granted.push(MasterGrant { token, is_token_written, lease });
             }
             Ok(AcquireResult::Busy { remaining, holder, .. }) => {
                 self.busy.push((remaining, holder))
@@ -983,8 +981,8 @@ impl Votes {
         {
             return true;
         }
-        // The round can no longer acquire the lock. Further responses decide between `Busy` and
-        // a store error.
+        // If the round can no longer acquire the lock, further responses decide between `Busy` and a
+        // store error.
         let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
         if busy.len() + failed > quorum.failures_max()
             && !(lacks_majority_of_votes && is_in_grace_period)
@@ -1000,22 +998,22 @@ impl Votes {
 /// One master's grant.
 struct MasterGrant {
     token: FencingToken,
-    /// The token is not provisional: an earlier round has written it to this master.
-    is_token_agreed: bool,
+    /// The token is not provisional: a round has written it to this master.
+    is_token_written: bool,
     lease: Duration,
 }
 
 /// Returns whether a master reports the token of an earlier round, but no majority reports the same
 /// token. Further responses may complete a majority.
 fn is_disputed(granted: &[MasterGrant], majority: usize) -> bool {
-    granted.iter().any(|grant| grant.is_token_agreed) && agreed_token(granted, majority).is_none()
+    granted.iter().any(|grant| grant.is_token_written) && agreed_token(granted, majority).is_none()
 }
 
 /// Returns the token of an earlier round if a majority reports the same token. A token that only a
 /// minority reports may come from an unfinished round. Other claims may have received larger tokens
 /// after that round.
 fn agreed_token(granted: &[MasterGrant], majority: usize) -> Option<FencingToken> {
-    let tokens = granted.iter().filter(|grant| grant.is_token_agreed).map(|grant| grant.token);
+    let tokens = granted.iter().filter(|grant| grant.is_token_written).map(|grant| grant.token);
     let votes = |token: &FencingToken| tokens.clone().filter(|other| other == token).count();
     tokens.clone().find(|token| votes(token) >= majority)
 }
@@ -1041,14 +1039,15 @@ struct PendingResponses<T> {
     calls: FuturesUnordered<JoinHandle<Result<T, BackendError>>>,
     started_at: Instant,
     grace_period: Pin<Box<Sleep>>,
-    /// After the grace period, the caller stops as soon as a majority has responded.
+    /// The caller still waits for responses beyond a majority. After the grace period, it stops as
+    /// soon as a majority has responded. The caller may restart the period once.
     is_in_grace_period: bool,
 }
 
 /// The next event of running requests.
 enum ResponseEvent<T> {
     Response(Result<T, BackendError>),
-    /// The grace period is over. From now on, the caller stops as soon as a majority has responded.
+    /// The grace period is over.
     GracePeriodOver,
     AllReceived,
 }
@@ -1137,12 +1136,12 @@ mod tests {
     use super::*;
 
     fn agreed(token: u64) -> MasterGrant {
-        MasterGrant { is_token_agreed: true, ..provisional(token) }
+        MasterGrant { is_token_written: true, ..provisional(token) }
     }
 
     fn provisional(token: u64) -> MasterGrant {
         let token = FencingToken::new(token).unwrap();
-        MasterGrant { token, is_token_agreed: false, lease: Duration::from_secs(1) }
+        MasterGrant { token, is_token_written: false, lease: Duration::from_secs(1) }
     }
 
     /// An unfinished round leaves its token on a minority. Other claims may have received larger

@@ -1,8 +1,9 @@
 //! The Lua scripts that the servers execute atomically.
 //!
 //! The body of a script is the same for all layouts. `Scripts` prepends the functions that depend
-//! on the layout, see `script/layout`. Tokens are times in microseconds. A Lua number represents
-//! them exactly up to 2^53, which corresponds to the year 2255.
+//! on the layout, see `script/layout`. A token is the server's time in microseconds, or larger if an
+//! earlier token is not smaller than that time. A Lua number represents tokens exactly up to 2^53,
+//! which corresponds to the year 2255.
 
 use std::sync::OnceLock;
 
@@ -17,9 +18,10 @@ pub(crate) struct Scripts {
     pub(crate) acquire: Script,
     /// Grants several locks if no other claim holds one of them.
     pub(crate) acquire_all: Script,
-    /// Adds a grant to a record of several claims.
-    pub(crate) acquire_entry: Script,
-    /// Replaces the value of a lock by a record of several claims, if the value has not changed.
+    /// Adds a grant to the record of a lock, if the record has not changed.
+    pub(crate) add_grant: Script,
+    /// Replaces the record of a lock with another one, or deletes it, if neither the record nor its
+    /// expiry has changed. Otherwise returns the stored record.
     pub(crate) replace_record: Script,
     /// Extends leases. Never shortens a lease and never recreates a lock.
     pub(crate) renew: Script,
@@ -31,10 +33,12 @@ pub(crate) struct Scripts {
     pub(crate) force_release: Script,
     /// Returns the holders of locks.
     pub(crate) inspect: Script,
-    /// Returns the value block of a lock.
-    pub(crate) value: Script,
-    /// Writes the value block of a lock that a claim holds.
-    pub(crate) set_value: Script,
+    /// Returns the value block of a lock: the bytes that its holders have stored for the
+    /// application.
+    pub(crate) read_value_block: Script,
+    /// Writes the value block if the claim holds the lock exclusively and no larger token has
+    /// written.
+    pub(crate) write_value_block: Script,
     /// Registers a claim that waits.
     pub(crate) register_waiter: Script,
     /// Removes the registration of a claim.
@@ -83,7 +87,7 @@ impl Scripts {
         Self {
             acquire: script(include_str!("script/acquire.lua")),
             acquire_all: with_error_helpers(include_str!("script/acquire_all.lua")),
-            acquire_entry: script(include_str!("script/acquire_entry.lua")),
+            add_grant: script(include_str!("script/add_grant.lua")),
             replace_record: script(include_str!("script/replace_record.lua")),
             renew: with_error_helpers(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
@@ -94,8 +98,8 @@ impl Scripts {
             )),
             force_release: script(include_str!("script/force_release.lua")),
             inspect: with_error_helpers(include_str!("script/inspect.lua")),
-            value: Script::new(include_str!("script/value.lua").to_owned()),
-            set_value: script(include_str!("script/set_value.lua")),
+            read_value_block: Script::new(include_str!("script/read_value_block.lua").to_owned()),
+            write_value_block: script(include_str!("script/write_value_block.lua")),
             register_waiter: script(include_str!("script/register_waiter.lua")),
             unregister_waiter: Script::new(include_str!("script/unregister_waiter.lua").to_owned()),
             waiters: Script::new(include_str!("script/waiters.lua").to_owned()),
@@ -128,9 +132,10 @@ impl Script {
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
     {
         let keys = keys.into_iter();
-        let (arguments, bytes) =
-            (ARGUMENTS_PER_CALL + 3 * keys.len(), BYTES_PER_KEY * (1 + keys.len()));
-        let mut command = Cmd::with_capacity(arguments, bytes);
+        let mut command = Cmd::with_capacity(
+            OTHER_ARGUMENTS + ARGUMENTS_PER_KEY * keys.len(),
+            BYTES_PER_KEY * (1 + keys.len()),
+        );
         command.arg("EVALSHA").arg(&self.hash).arg(keys.len());
         for key in keys {
             command.arg(key);
@@ -152,7 +157,8 @@ impl ScriptCall<'_> {
         self
     }
 
-    /// Makes the server send invalidations for the keys that the script reads.
+    /// Sends `CLIENT CACHING YES` before the script. The server then sends invalidations for the
+    /// locks of this call.
     pub(crate) fn with_tracking(self) -> Self {
         Self { is_tracked: true, ..self }
     }
@@ -191,8 +197,10 @@ impl ScriptCall<'_> {
     }
 }
 
-/// The number of arguments of most calls, except the arguments per key.
-const ARGUMENTS_PER_CALL: usize = 8;
-/// The number of bytes that most calls need per key. All other arguments together need the same
-/// number once more.
+/// The initial capacity for arguments of a call that belong to no key.
+const OTHER_ARGUMENTS: usize = 8;
+/// The initial capacity for one key and the arguments that belong to it.
+const ARGUMENTS_PER_KEY: usize = 3;
+/// The initial capacity in bytes for one key and its arguments. All other arguments count as one
+/// more key.
 const BYTES_PER_KEY: usize = 96;

@@ -32,7 +32,7 @@ pub(crate) enum AcquireResult {
         lease: Duration,
         /// In a quorum, false until the quorum has written its chosen token to this master.
         /// Otherwise true.
-        is_token_agreed: bool,
+        is_token_written: bool,
     },
     Busy {
         /// `None` if the lock has no expiry.
@@ -643,7 +643,7 @@ fn parse_acquire_response(
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
-            let is_token_agreed =
+            let is_token_written =
                 !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
             // Without an expiry, which another client has removed, the grant never ends.
@@ -651,7 +651,7 @@ fn parse_acquire_response(
             Ok(ExclusiveAttempt::Decided(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
                 lease,
-                is_token_agreed,
+                is_token_written,
             }))
         }
         [Value::Int(0), Value::Int(remaining), Value::BulkString(record), now, token] => {

@@ -16,7 +16,7 @@ use crate::store::{RedisStore, parse_response, unexpected_response};
 impl ValueStore for RedisStore {
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         let lock = self.names.lock_name(key);
-        let call = self.scripts.value.call([self.names.value_key(&lock)]);
+        let call = self.scripts.read_value_block.call([self.names.value_key(&lock)]);
         let Value::Array(parts) = self.connections.run(self.slot(&lock), &call).await? else {
             return Err(unexpected_response());
         };
@@ -39,7 +39,7 @@ impl ValueStore for RedisStore {
         let lock = self.names.lock_name(claim.key());
         let call = self
             .scripts
-            .set_value
+            .write_value_block
             .call([lock.as_str(), &self.names.value_key(&lock)])
             .arg(self.names.holder_id(claim.id()))
             .arg(token.get())

@@ -20,23 +20,24 @@ fn cache_folder(program: &Path) -> io::Result<PathBuf> {
     Ok(tests.join("server-data").join(format!("{name}-{:016x}", hasher.finish())))
 }
 
-/// Creates the data folder of a new server by running `installer`. Later servers of the same
+/// Creates the data folder of a new server by running `init_command`. Later servers of the same
 /// program receive a copy of it.
 ///
 /// # Cancel safety
-/// Dropping the future may leave the folder incomplete.
-pub(crate) async fn copy_or_install<S: ServerDescription>(
+/// Dropping the future may leave the server's data folder incomplete. The cached folder stays
+/// complete.
+pub(crate) async fn copy_or_initialize<S: ServerDescription>(
     server: &ManagedServer<S>,
-    installer: Command,
+    init_command: Command,
 ) -> io::Result<()> {
     let data = server.data();
     let Ok(cached) = cache_folder(&server.options.program) else {
-        return install(server, installer).await;
+        return initialize(server, init_command).await;
     };
     if cached.is_dir() {
         return copy(&cached, &data).await;
     }
-    install(server, installer).await?;
+    initialize(server, init_command).await?;
     // Several tests may run this concurrently. The rename publishes only complete copies. It fails
     // if another test has already published one.
     let Some(parent) = cached.parent() else { return Ok(()) };
@@ -49,12 +50,12 @@ pub(crate) async fn copy_or_install<S: ServerDescription>(
 }
 
 /// Creates the data folder of a new server without the cache.
-pub(crate) async fn install<S: ServerDescription>(
+pub(crate) async fn initialize<S: ServerDescription>(
     server: &ManagedServer<S>,
-    installer: Command,
+    init_command: Command,
 ) -> io::Result<()> {
-    let installed = run_command::run(installer, "").await;
-    installed.map(drop).map_err(|error| server.start_error(&error.to_string()))
+    let output = run_command::run(init_command, "").await;
+    output.map(drop).map_err(|error| server.start_error(&error.to_string()))
 }
 
 /// Copies a folder with its owners and modes.

@@ -25,7 +25,7 @@ use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
 pub use compete::{CompetedLocks, Competition};
-pub use paused::{assert_a_paused_holder_cannot_write, rejected_write};
+pub use paused::{assert_a_paused_holder_cannot_write, write_refused_by_server};
 pub use serve::{FencedWriter, serve, serve_with_writer};
 
 /// The maximum time for the program to start and to open its store.

@@ -11,7 +11,7 @@ use zookeeper_client::Error;
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::{queue_changed, read_holders};
-use crate::node_data::{decode_label, decode_other_grant, decode_semaphore_mode};
+use crate::node_data::{decode_label, decode_grant_or_exclusive, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};
 use crate::semaphore;
@@ -93,7 +93,7 @@ impl ZkBackend {
                 let mode = if is_semaphore {
                     decode_semaphore_mode(&data)
                 } else {
-                    decode_other_grant(name, &data, &stat).mode
+                    decode_grant_or_exclusive(name, &data, &stat).mode
                 };
                 waiting.push(
                     WaitingClaim::new(key.clone())

@@ -23,7 +23,7 @@ use zookeeper_client::Error;
 
 use crate::error::to_backend_error;
 use crate::mutex::lock;
-use crate::node_data::{NodeGrant, decode_label, decode_other_grant, is_convertible};
+use crate::node_data::{NodeGrant, decode_label, decode_grant_or_exclusive, is_convertible};
 use crate::nodes::{fencing_token, read_children, sort_contenders};
 use crate::queue::{ContenderQueue, parse_queued_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
@@ -243,7 +243,7 @@ async fn read_node(
     };
     match session.with_request_timeout(read).await? {
         Ok((data, stat, watch)) => {
-            let grant = decode_other_grant(name, &data, &stat);
+            let grant = decode_grant_or_exclusive(name, &data, &stat);
             Ok(Some(ReadNode { data, grant, watch }))
         }
         Err(Error::NoNode) => Ok(None),
@@ -383,7 +383,7 @@ async fn read_holder(
         }
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let grant = decode_other_grant(name, &data, &stat);
+    let grant = decode_grant_or_exclusive(name, &data, &stat);
     Ok(Some(ReadNode { data, grant, watch: None }))
 }
 

@@ -1,8 +1,14 @@
-//! The data of a claim's node: a JSON object. It states the mode of a claim that was converted. In
-//! Curator's semaphore, it states the mode of permits and of the exclusive holder. It also states
-//! the token of a claim that was downgraded. The rest is for operators. If the data states no
-//! token, the token is the transaction that last wrote the data. This transaction created the node,
-//! upgraded the claim, or gave it a later token (see `later_token`).
+//! The data of a claim's node: a JSON object.
+//!
+//! - It contains the claim's mode if the claim was converted, takes units of Curator's semaphore, or
+//!   holds that semaphore exclusively.
+//! - It contains the token of a claim that was downgraded.
+//! - The rest is for operators.
+//!
+//! If the data contains no token, the token is the transaction that last wrote the data. This
+//! transaction created the node, upgraded the claim, or gave it a later token (see `later_token`).
+//! Nodes of Curator's readers-writer lock, and nodes whose data another program wrote, have the
+//! transaction that created the node as their token.
 
 use std::borrow::Cow;
 
@@ -49,19 +55,18 @@ pub(crate) fn encode_node_data(
     serde_json::to_vec(&node_data).unwrap_or_default()
 }
 
-/// Returns the mode that a node's data states, as in the `Display` of [`ClaimMode`].
+/// Parses the mode in a node's data, which has the `Display` format of [`ClaimMode`].
 pub(crate) fn decode_stated_mode(data: &[u8]) -> Option<ClaimMode> {
     let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
     node_data.mode.as_deref()?.parse().ok()
 }
 
-/// Returns whether a claim whose node has this name may have another mode now than when its node
-/// was created. A claim of Curator's readers-writer lock has no other mode, and its data belongs to
-/// the application.
+/// Returns whether the claim of a node with this name may have been converted. Claims of Curator's
+/// readers-writer lock are never converted, and their data belongs to the application.
 pub(crate) fn is_convertible(name: &str) -> bool {
-    let named = parse_queued_entry(name);
+    let entry = parse_queued_entry(name);
     !is_of_read_write_lock(name)
-        && matches!(named, QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
+        && matches!(entry, QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
 }
 
 /// Returns whether a node belongs to Curator's readers-writer lock.
@@ -70,10 +75,10 @@ fn is_of_read_write_lock(name: &str) -> bool {
     ["__READ__", "__WRIT__"].iter().any(|marker| before_number.ends_with(marker))
 }
 
-/// Returns the present mode and token of the claim of a node. Returns `None` if another program has
-/// replaced the data of a node that may state a mode.
+/// Returns the present mode and token of the claim of a node. Returns `None` if the claim may have
+/// been converted, and another program has replaced the data or the mode is invalid.
 pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeGrant> {
-    let named = match parse_queued_entry(name) {
+    let mode_in_name = match parse_queued_entry(name) {
         QueuedEntry::Claim(mode) => mode,
         QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
     };
@@ -82,25 +87,26 @@ pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeG
         // Another program may have written other data.
         let is_own_data = node_data.is_some() && !is_of_read_write_lock(name);
         let token = if is_own_data { stat.mzxid } else { stat.czxid };
-        return Some(NodeGrant { mode: named, token });
+        return Some(NodeGrant { mode: mode_in_name, token });
     }
     let node_data = node_data?;
     let mode = match node_data.mode.as_deref() {
-        None => named,
+        None => mode_in_name,
         Some(text) => text.parse().ok()?,
     };
     Some(NodeGrant { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
 
-/// Like [`decode_grant`]. If another program has replaced the data, the claim counts as exclusive,
-/// which is the safe assumption for all other claims.
-pub(crate) fn decode_other_grant(name: &str, data: &[u8], stat: &Stat) -> NodeGrant {
+/// Like [`decode_grant`]. Where that function returns `None`, the claim counts as exclusive, which is
+/// the safe assumption for all other claims.
+pub(crate) fn decode_grant_or_exclusive(name: &str, data: &[u8], stat: &Stat) -> NodeGrant {
     let unknown = NodeGrant { mode: ClaimMode::Exclusive, token: stat.czxid };
     decode_grant(name, data, stat).unwrap_or(unknown)
 }
 
-/// Returns the mode of a claim in the queue of Curator's semaphore. A claim of another program
-/// takes one of an unknown number of units.
+/// Returns the mode of a claim in the queue of Curator's semaphore. Data of another program counts as
+/// one permit of one unit, because the number of units is unknown. This library's data without a
+/// mode counts as exclusive.
 pub(crate) fn decode_semaphore_mode(data: &[u8]) -> ClaimMode {
     match serde_json::from_slice::<NodeData<'_>>(data) {
         Ok(node_data) => node_data.mode.and_then(|mode| mode.parse().ok()),
@@ -141,8 +147,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the properties of a node that was created in transaction 7, and of which transaction
-    /// 8 last wrote the data.
+    /// Returns the properties of a node that transaction 7 created. Transaction 8 last wrote its
+    /// data.
     fn stat() -> Stat {
         Stat {
             czxid: 7,
@@ -228,7 +234,7 @@ mod tests {
             for foreign in [&b""[..], b"__REVOKE__", b"{}"] {
                 let exclusive = NodeGrant { mode: ClaimMode::Exclusive, token: 7 };
                 assert_eq!(decode_grant(&name, foreign, &stat()), None, "{name}");
-                assert_eq!(decode_other_grant(&name, foreign, &stat()), exclusive, "{name}");
+                assert_eq!(decode_grant_or_exclusive(&name, foreign, &stat()), exclusive, "{name}");
             }
         }
     }

@@ -47,6 +47,7 @@ async fn spawn_processes(store: &Store, number: u32) -> Vec<LockHolder> {
 on_each_store! {
     a_killed_process_leaves_no_lock_and_no_queue_entry,
     a_paused_process_loses_its_locks_and_waits_on,
+    conversions_keep_the_time_of_the_grant,
     no_reader_and_no_writer_starves,
     several_keys_in_any_order_do_not_deadlock,
 }
@@ -244,6 +245,27 @@ async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
     }
     let [first, second] = ended;
     check_end([end(victim).await, first, second], &registry).await;
+}
+
+async fn conversions_keep_the_time_of_the_grant(store: Store) {
+    let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
+    let lock = registry.obtain("prices");
+    let held_for = async || match lock.holders().await.unwrap().as_slice() {
+        [holder] => holder.held_for.unwrap(),
+        other => panic!("one holder: {other:?}"),
+    };
+    let guard = lock.upgradable().await.unwrap();
+    let mut last = Duration::ZERO;
+    eventually(LONG, async || {
+        last = held_for().await;
+        last >= secs(1)
+    })
+    .await;
+    let guard = guard.upgrade().await.unwrap();
+    assert!(held_for().await >= last, "after the upgrade");
+    let guard = guard.downgrade().await.unwrap();
+    assert!(held_for().await >= last, "after the downgrade");
+    guard.unlock().await.unwrap();
 }
 
 /// Eight readers in each of four processes, and a writer in two of them.

@@ -170,15 +170,15 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
     }
 }
 
-/// Returns a command that starts this program in another role. On Linux, the command uses
+/// Returns a command that starts this program with a hidden subcommand. On Linux, the command uses
 /// `/proc/self/exe`, because an upgrade may have replaced the file at the program's path.
-pub(super) fn self_command(role: &str) -> Command {
+pub(super) fn self_command(hidden_subcommand: &str) -> Command {
     let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
     let path = path
         .filter(|path| path.exists())
         .or_else(|| std::env::current_exe().ok())
         .unwrap_or_else(|| PathBuf::from("lockreg"));
     let mut command = Command::new(path);
-    command.arg0("lockreg").arg(OsString::from(role));
+    command.arg0("lockreg").arg(OsString::from(hidden_subcommand));
     command
 }

@@ -8,10 +8,10 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::exit::CliError;
 
-/// A command that can be executed.
+/// A command whose program file was found.
 #[derive(Debug)]
 pub(crate) struct Program {
-    /// The path of the file.
+    /// The path of the program file.
     pub(crate) path: PathBuf,
     /// The command as given: its name and its arguments.
     pub(crate) argv: Vec<OsString>,
@@ -28,15 +28,15 @@ impl Program {
 
 fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError> {
     let not_found =
-        || CliError::NotFound(format!("command {name:?} not found; check its name and PATH"));
+        |hint| CliError::NotFound(format!("command {name:?} not found; check its {hint}"));
     if name.is_empty() {
-        return Err(not_found());
+        return Err(not_found("name"));
     }
     if name.as_bytes().contains(&b'/') {
         return match file_status(Path::new(name)) {
             FileStatus::Executable => Ok(name.into()),
             FileStatus::NotExecutable => Err(not_executable(name)),
-            FileStatus::Absent => Err(not_found()),
+            FileStatus::Absent => Err(not_found("path")),
         };
     }
     let search_path = search_path.unwrap_or_else(|| "/bin:/usr/bin".into());
@@ -54,12 +54,12 @@ fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError
             FileStatus::Absent => {}
         }
     }
-    Err(if found_not_executable { not_executable(name) } else { not_found() })
+    Err(if found_not_executable { not_executable(name) } else { not_found("name and PATH") })
 }
 
 fn not_executable(name: &OsStr) -> CliError {
     CliError::NotExecutable(format!(
-        "command {name:?} is not executable; check its type and permissions"
+        "command {name:?} is not executable; check that it is a file and that you have the permission to execute it"
     ))
 }
 

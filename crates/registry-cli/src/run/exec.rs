@@ -1,8 +1,8 @@
-//! The hidden role `__exec`: executes the command of `run` or `elect` in its own process. Before
-//! the exec, this role waits until the command may start. On Linux, it also sets a death signal:
-//! the kernel sends SIGTERM to the command when `lockreg` dies.
+//! The hidden subcommand `__exec`: executes the command of `run` or `elect` in its own process.
+//! Before the exec, it waits until the command may start. On Linux, it also sets a death signal: the
+//! kernel sends SIGTERM to the command when `lockreg` dies.
 //!
-//! `lockreg` itself would need `unsafe` code between fork and exec. A separate program needs none.
+//! Without this subcommand, `lockreg` would need `unsafe` code between fork and exec.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -20,7 +20,7 @@ use super::command::Program;
 use crate::exit::{OS, USAGE, status_of_signal};
 use crate::signals;
 
-pub(crate) const ROLE: &str = "__exec";
+pub(crate) const HIDDEN_SUBCOMMAND: &str = "__exec";
 
 /// The message on the gate pipe that starts the command. If the stream ends without this message,
 /// the command does not start.
@@ -29,11 +29,11 @@ pub(super) const START: &[u8] = b"!";
 const FOREGROUND: &str = "foreground";
 const BACKGROUND: &str = "background";
 
-/// Returns the command that starts `program` through this role.
+/// Returns the command that starts `program` through this subcommand.
 ///
-/// The role waits until it reads [`START`] from `gate`. The new process must inherit `gate`.
+/// The subcommand waits until it reads [`START`] from `gate`. The new process must inherit `gate`.
 pub(super) fn exec_command(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
-    let mut command = self_command(ROLE);
+    let mut command = self_command(HIDDEN_SUBCOMMAND);
     command
         .arg(std::process::id().to_string())
         .arg(gate.as_raw_fd().to_string())
@@ -43,7 +43,7 @@ pub(super) fn exec_command(program: &Program, foreground: bool, gate: &PipeReade
     command
 }
 
-/// Runs this role. Returns the exit status if the command could not be executed.
+/// Runs this subcommand. Returns the exit status if the command could not be executed.
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     let parent = arguments.next().and_then(|pid| pid.to_str()?.parse().ok()).map(Pid::from_raw);
     let gate = arguments.next().and_then(|gate| gate.to_str()?.parse().ok());
@@ -85,7 +85,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     }
 }
 
-/// Waits until `lockreg` has verified the lock and has informed the watchdog of this process.
+/// Waits until `lockreg` has told the watchdog about this process, and has then verified the lock.
 /// Returns false if `lockreg` has ended, or the lock was lost.
 fn wait_for_start(gate: RawFd) -> io::Result<bool> {
     // The gate is opened by its path, because a use of the descriptor number needs `unsafe`.

@@ -22,7 +22,7 @@ use nix::unistd::{Pid, read};
 
 use super::child::{has_processes, self_command};
 
-pub(crate) const ROLE: &str = "__watchdog";
+pub(crate) const HIDDEN_SUBCOMMAND: &str = "__watchdog";
 
 /// The handle of the watchdog process in `lockreg`.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Watchdog {
     /// Starts a watchdog, which does not know the process group of the command yet.
     pub(crate) fn start() -> io::Result<Self> {
         let (stdin, sender) = MessageSender::open()?;
-        let process = self_command(ROLE)
+        let process = self_command(HIDDEN_SUBCOMMAND)
             .stdin(Stdio::from(stdin))
             .stdout(Stdio::null())
             // The watchdog has its own group. Signals of the terminal, or to the group of
@@ -131,7 +131,7 @@ impl MessageSender {
     }
 }
 
-/// Runs this role.
+/// Runs this subcommand.
 pub(crate) fn main() -> u8 {
     // The watchdog blocks all signals, so that it ends only after `lockreg`. Only SIGKILL, for
     // example to a whole service, ends it earlier.

@@ -126,7 +126,7 @@ fn bench_prints_its_statistics() {
             "{report}"
         );
     }
-    assert!(store.run(["bench", "--for", "100ms"]).stdout.contains("one round trip"));
+    assert!(store.run(["bench", "--for", "100ms"]).stdout.contains("inspect a free key"));
     assert_eq!(printed(&store.run(["list", "--json"])), json!([]));
 }
 

@@ -407,7 +407,7 @@ pub async fn unlock_may_be_dropped_at_every_poll(context: &TestContext) {
 }
 
 /// An `extend` future may be dropped at every poll. The guard stays held and can be extended again.
-pub async fn renew_may_be_dropped_at_every_poll(context: &TestContext) {
+pub async fn extend_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = context.faulty(Faults::none().always(Operation::Renew, slow)).await;
     let (local, remote) =

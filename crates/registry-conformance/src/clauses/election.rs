@@ -145,7 +145,7 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
 
 /// After the lock of a leader was broken, observers see the vacancy: the leader's record stays in
 /// the value block, but no claim holds the role.
-pub async fn observers_see_the_vacancy_after_a_dead_leader(context: &TestContext) {
+pub async fn observers_see_the_vacancy_after_a_forced_release(context: &TestContext) {
     let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;
     let election = local.election("role");
@@ -271,7 +271,7 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
 }
 
 /// A candidate with a lower priority leads if the preferred candidate does not.
-pub async fn a_preferred_candidate_that_does_not_lead_keeps_no_role(context: &TestContext) {
+pub async fn a_candidate_leads_if_the_preferred_one_does_not_campaign(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     // Announces a priority without a campaign, like a candidate that has just died.
     let options = registry_core::LockOptions::new().label("9");

@@ -39,7 +39,7 @@ pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &Test
 
 /// A claim that skips the queue receives `Busy` while another claim waits in it, even if no claim
 /// holds the key.
-pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContext) {
+pub async fn a_claim_that_does_not_queue_does_not_overtake(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
     let waiter = queueing_claim(context, ClaimMode::Exclusive);
@@ -350,7 +350,7 @@ pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestC
 
 /// A fair caller of another process acquires the lock before callers that are queued in the
 /// holder's process: a fair lock is not handed over.
-pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContext) {
+pub async fn many_local_callers_do_not_overtake_a_fair_caller(context: &TestContext) {
     let busy_process = context.registry().await;
     let (waiting, count) = context.counting_registry().await;
     let guard = busy_process.obtain("orders:42").lock_with(fair()).await.expect("it is free");
@@ -373,7 +373,7 @@ pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContex
     assert_eq!(*order.lock().await, ["remote", "local", "local"]);
 }
 
-/// Fair readers, writers and permit takers of two processes all acquire the key.
+/// Fair readers, writers and semaphore callers of two processes all acquire the key.
 pub async fn fair_callers_of_all_modes_get_the_key(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];
     let mut callers = Vec::new();

@@ -54,7 +54,7 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
 
 /// A caller of another process acquires the lock three times while four callers of this process
 /// request it continuously.
-pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
+pub async fn many_local_callers_do_not_starve_another_registry(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let stop = Arc::new(AtomicBool::new(false));
     let mut busy = JoinSet::new();

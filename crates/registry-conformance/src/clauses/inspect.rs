@@ -74,7 +74,7 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
 
 /// `inspect` and `list` return no holder of a key that was never held, was released, or whose grant
 /// has expired.
-pub async fn inspect_returns_none_for_a_free_key(context: &TestContext) {
+pub async fn inspect_returns_no_holder_of_a_free_key(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
     let claim = context.held_claim(&*client, context.long_lease()).await;

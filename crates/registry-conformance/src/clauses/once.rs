@@ -103,7 +103,7 @@ pub async fn the_tick_of_a_dead_process_runs_after_its_lease(context: &TestConte
 }
 
 /// Missed ticks are run as the job states: none, the latest one, or all of them.
-pub async fn missed_ticks_are_run_as_the_job_states(context: &TestContext) {
+pub async fn catch_up_selects_which_missed_ticks_run(context: &TestContext) {
     let registry = context.registry().await;
     let mut ran = Vec::new();
     for (catch_up, tick) in
@@ -228,7 +228,7 @@ pub async fn a_run_may_be_dropped_at_every_poll(context: &TestContext) {
 }
 
 /// A named tick is done only while it is the last one.
-pub async fn a_named_tick_runs_once(context: &TestContext) {
+pub async fn a_named_tick_is_not_repeated_while_it_is_the_last_one(context: &TestContext) {
     let registry = context.registry().await;
     for (name, runs) in [("v1.9", true), ("v1.9", false), ("v1.10", true), ("v1.9", true)] {
         let outcome = registry.once("deploy").tick(name).run(async |_: Run| ()).await;

@@ -67,7 +67,7 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
 
 /// Of many concurrent claims of three clients, with different numbers of units, the granted ones
 /// never take more units than the key has.
-pub async fn concurrent_takers_never_exceed_the_units(context: &TestContext) {
+pub async fn concurrent_permits_never_exceed_the_units(context: &TestContext) {
     let clients = [context.client().await, context.client().await, context.client().await];
     let section = Arc::new(CriticalSection::default());
     let mut tasks = JoinSet::new();
@@ -184,7 +184,7 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
 /// While permits are held, a claim that states a different total of units is busy. The response
 /// contains the total that the held permits state, and the store keeps no record of the claim. Once
 /// no permit is held, such a claim is granted.
-pub async fn another_number_of_units_is_reported_while_permits_are_held(context: &TestContext) {
+pub async fn a_different_total_of_units_is_busy_with_the_total_in_the_store(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let held = context.held_in(&*first, permit(1, 5)).await;
     for of in [1, 4, 6] {
@@ -295,14 +295,14 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
 
 /// In a store with wake-ups, the release of one unit ends the `wait` of a claim for one unit, also
 /// if the release comes before the `wait`.
-pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
+pub async fn a_released_unit_wakes_a_claim_for_one_unit(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let kept = context.held_in(&*first, permit(2, 3)).await;
     for during in [false, true] {
         let held = context.held_in(&*first, permit(1, 3)).await;
-        let taker = context.claim(permit(1, 3));
-        let busy = assert_busy(&*second, &taker).await;
-        let wait = timeout(context.max_wait(), second.wait(&taker, &busy));
+        let waiting_claim = context.claim(permit(1, 3));
+        let busy = assert_busy(&*second, &waiting_claim).await;
+        let wait = timeout(context.max_wait(), second.wait(&waiting_claim, &busy));
         if during {
             let released = async {
                 sleep(Duration::from_millis(50)).await;
@@ -313,20 +313,20 @@ pub async fn a_released_unit_wakes_a_taker_of_one(context: &TestContext) {
             assert_freed(&*first, &held).await;
             wait.await.expect("a release before the wait ends the wait");
         }
-        assert_granted(&*second, &taker).await;
-        assert_freed(&*second, &taker).await;
+        assert_granted(&*second, &waiting_claim).await;
+        assert_freed(&*second, &waiting_claim).await;
     }
     assert_freed(&*first, &kept).await;
 }
 
 /// In a store with wake-ups, a claim for three units is woken when the third unit is released.
-pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) {
+pub async fn a_claim_for_three_units_is_woken_when_the_third_is_released(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut held = Vec::new();
     for _ in 0..4 {
         held.push(context.held_in(&*first, permit(1, 4)).await);
     }
-    let taker = context.claim(permit(3, 4));
+    let waiting_claim = context.claim(permit(3, 4));
     let releases = async {
         for permit in &held[..3] {
             sleep(Duration::from_millis(50)).await;
@@ -336,19 +336,19 @@ pub async fn a_taker_of_three_is_woken_by_its_third_unit(context: &TestContext) 
     let acquired = async {
         // A `wait` may end early. Each later `wait` must end with a further release.
         for _ in 0..100 {
-            let busy = match attempt(&*second, &taker).await {
+            let busy = match attempt(&*second, &waiting_claim).await {
                 Attempt::Granted(_) => return,
                 Attempt::Busy(busy) => busy,
-                Attempt::Gone => panic!("{taker:?} is no conversion"),
+                Attempt::Gone => panic!("{waiting_claim:?} is no conversion"),
             };
-            let wait = timeout(context.max_wait(), second.wait(&taker, &busy));
+            let wait = timeout(context.max_wait(), second.wait(&waiting_claim, &busy));
             wait.await.expect("a release ends the wait");
         }
         panic!("a claim for three units was woken 100 times and never granted");
     };
     join(acquired, releases).await;
     assert_busy(&*second, &context.claim(permit(1, 4))).await;
-    assert_freed(&*second, &taker).await;
+    assert_freed(&*second, &waiting_claim).await;
     assert_freed(&*first, &held[3]).await;
 }
 
@@ -455,7 +455,7 @@ pub async fn units_out_of_range_are_refused_before_any_request(context: &TestCon
 /// While a permit is held, a semaphore of the same key that states a different total of units
 /// returns `LockError::UnitsMismatch` with both totals, with and without a wait. After the release,
 /// its permits are granted.
-pub async fn another_number_of_units_is_an_error(context: &TestContext) {
+pub async fn a_different_total_of_units_is_an_error(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let held = semaphore(&local, 3).acquire().await.expect("a unit is free");
     for registry in [&local, &remote] {

@@ -612,7 +612,7 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
 
 /// A `lost` future that was obtained before a conversion stays pending during the conversion. It
 /// reports a loss that occurs after the conversion.
-pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(context: &TestContext) {
+pub async fn a_lost_future_from_before_a_conversion_reports_a_later_loss(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let guard = acquire_upgradable(&registry).await;
     let (mut first_lost, unpolled) = (pin!(guard.lost()), guard.lost());
@@ -831,7 +831,7 @@ pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &
 
 /// If the store denies a conversion, the call returns `LockError::Backend` at once, and the lock is
 /// released.
-pub async fn a_denied_conversion_is_an_error_and_releases_the_lock(context: &TestContext) {
+pub async fn a_permanent_store_error_during_a_conversion_releases_the_lock(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (local, remote) =
         (context.registry_over(&faulty, context.long_lease()), context.registry().await);

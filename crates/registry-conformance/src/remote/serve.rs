@@ -1,4 +1,5 @@
-//! The server in the other process: executes the requests of a remote backend.
+//! Runs in the helper process: executes the requests that `RemoteBackend` sends from the test
+//! process.
 
 use std::sync::Arc;
 
@@ -31,10 +32,10 @@ pub(super) enum BackendRequest {
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.
 pub async fn serve(backend: Arc<dyn LockBackend>) {
-    let client = Arc::clone(&backend);
+    let backend_of_requests = Arc::clone(&backend);
     let (close, mut tasks) = execute_messages(move |request| {
-        let client = Arc::clone(&client);
-        async move { execute(&*client, request).await }
+        let backend = Arc::clone(&backend_of_requests);
+        async move { execute(&*backend, request).await }
     })
     .await;
     if let Some(number) = close {

@@ -171,7 +171,7 @@ bugs! {
     trimmed_keys_are_found: KeysTrimmed => ["keys::similar_keys_are_different_locks"];
     truncated_keys_are_found: KeysTruncated => ["keys::the_longest_keys_are_different_locks"];
     badly_escaped_keys_are_found: KeysEscapedBadly => ["keys::keys_made_of_separators_are_different_locks"];
-    a_list_of_expired_holders_is_found: ListsExpired => ["inspect::inspect_returns_none_for_a_free_key"];
+    a_list_of_expired_holders_is_found: ListsExpired => ["inspect::inspect_returns_no_holder_of_a_free_key"];
     forgotten_labels_are_found: LabelsLost => ["inspect::labels_are_returned_unchanged"];
     a_forced_release_without_effect_is_found: ForceReleaseHasNoEffect => [
         "inspect::a_forced_release_frees_the_key_at_once",

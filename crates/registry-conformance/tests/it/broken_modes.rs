@@ -149,28 +149,28 @@ bugs! {
     ];
     units_that_are_not_summed_are_found: UnitsAreNotSummed => [
         "permits::permits_are_granted_until_all_units_are_taken",
-        "permits::concurrent_takers_never_exceed_the_units",
+        "permits::concurrent_permits_never_exceed_the_units",
         "permits::of_many_concurrent_permits_as_many_as_fit_are_granted",
         "permits::a_semaphore_limits_the_callers_of_several_processes",
     ];
     one_unit_too_many_is_found: UnitsOffByOne => [
         "permits::a_claim_takes_all_of_its_units_or_none",
-        "permits::concurrent_takers_never_exceed_the_units",
+        "permits::concurrent_permits_never_exceed_the_units",
         "permits::a_process_holds_several_permits",
     ];
     a_units_mismatch_that_is_busy_is_found: UnitsMismatchIsBusy => [
-        "permits::another_number_of_units_is_reported_while_permits_are_held",
-        "permits::another_number_of_units_is_an_error",
+        "permits::a_different_total_of_units_is_busy_with_the_total_in_the_store",
+        "permits::a_different_total_of_units_is_an_error",
     ];
     a_units_mismatch_that_is_accepted_is_found: UnitsMismatchIsAccepted => [
-        "permits::another_number_of_units_is_reported_while_permits_are_held",
-        "permits::another_number_of_units_is_an_error",
+        "permits::a_different_total_of_units_is_busy_with_the_total_in_the_store",
+        "permits::a_different_total_of_units_is_an_error",
     ];
     a_repetition_that_loses_its_place_is_found: RepeatedAttemptsMoveBack => [
         "fair_queue::claims_that_join_are_granted_in_the_order_of_arrival",
     ];
     a_claim_that_overtakes_is_found: SkippingClaimsOvertake => [
-        "fair_queue::a_claim_that_skips_the_queue_does_not_overtake",
+        "fair_queue::a_claim_that_does_not_queue_does_not_overtake",
     ];
     a_permit_that_overtakes_is_found: PermitsOvertake => [
         "fair_queue::permits_are_granted_in_the_order_of_arrival",
@@ -179,7 +179,7 @@ bugs! {
     a_wake_up_for_free_keys_only_is_found: WakesOnlyWhenFree => [
         "shared::the_last_reader_wakes_a_waiting_writer",
         "shared::a_writer_that_gives_up_wakes_a_waiting_reader",
-        "permits::a_released_unit_wakes_a_taker_of_one",
+        "permits::a_released_unit_wakes_a_claim_for_one_unit",
         "fair_queue::the_next_waiter_is_woken",
     ];
     a_conversion_without_a_wake_up_is_found: ConversionsWakeNone => [

@@ -101,7 +101,7 @@ pub enum SqlMode {
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
     /// of the database. So hold these locks for seconds or minutes only. Row locks work through a
-    /// pooler in every mode, because a transaction keeps its connection. Each held lock also takes
+    /// pooler in session or transaction mode, because a transaction keeps its connection. Each held lock also takes
     /// one of the pooler's connections.
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
@@ -127,14 +127,14 @@ pub enum SqlMode {
 /// [`MySqlBackend`](crate::MySqlBackend).
 #[expect(private_bounds, reason = "only this crate implements dialects")]
 pub struct SqlBackend<D: SpringDialect> {
-    pub(crate) locks: Locks<D>,
+    pub(crate) mode_state: ModeState<D>,
     /// The address of the server, for errors.
     address: Arc<str>,
     capabilities: Capabilities,
 }
 
-/// The lock mode of a backend, with the tables and connections that it needs.
-pub(crate) enum Locks<D: SpringDialect> {
+/// The state of a backend by its lock mode: the tables and connections that the mode needs.
+pub(crate) enum ModeState<D: SpringDialect> {
     Lease(LeaseTable<D>),
     Session { table: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
     Row { table: Arc<LeaseTable<D>>, sessions: RowLockSessions<D::RowLock> },
@@ -187,25 +187,25 @@ impl<D: SpringDialect> SqlBackend<D> {
         Self::check(&config, &mode)?;
         let address: Arc<str> = config.address().into();
         let capabilities = capabilities::<D>(&config, &mode);
-        let opened = Self::open_locks(config, mode).await;
-        let locks = opened.map_err(|error| error.with_address(Arc::clone(&address)))?;
-        Ok(Self { locks, address, capabilities })
+        let opened = Self::open_mode_state(config, mode).await;
+        let mode_state = opened.map_err(|error| error.with_address(Arc::clone(&address)))?;
+        Ok(Self { mode_state, address, capabilities })
     }
 
-    async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
+    async fn open_mode_state(config: D::Config, mode: SqlMode) -> Result<ModeState<D>, BackendError> {
         Ok(match mode {
-            SqlMode::Lease => Locks::Lease(LeaseTable::open(config).await?),
+            SqlMode::Lease => ModeState::Lease(LeaseTable::open(config).await?),
             SqlMode::Session => {
                 let table = Arc::new(LeaseTable::open(config).await?);
                 let protocol = D::Session::open(Arc::clone(&table)).await?;
-                Locks::Session { table, session: SqlSession::new(protocol) }
+                ModeState::Session { table, session: SqlSession::new(protocol) }
             }
             SqlMode::Row => {
                 let table = Arc::new(LeaseTable::open(config).await?);
                 let sessions = RowLockSessions::new(D::RowLock::open(Arc::clone(&table)).await?);
-                Locks::Row { table, sessions }
+                ModeState::Row { table, sessions }
             }
-            SqlMode::Spring(table) => Locks::Spring(SpringLeaseTable::open(config, table).await?),
+            SqlMode::Spring(table) => ModeState::Spring(SpringLeaseTable::open(config, table).await?),
         })
     }
 
@@ -237,10 +237,10 @@ impl<D: SpringDialect> SqlBackend<D> {
     }
 
     pub(crate) fn table(&self) -> BackendTable<'_, D> {
-        match &self.locks {
-            Locks::Lease(table) => BackendTable::Native(table),
-            Locks::Session { table, .. } | Locks::Row { table, .. } => BackendTable::Native(table),
-            Locks::Spring(spring) => BackendTable::Spring(spring),
+        match &self.mode_state {
+            ModeState::Lease(table) => BackendTable::Native(table),
+            ModeState::Session { table, .. } | ModeState::Row { table, .. } => BackendTable::Native(table),
+            ModeState::Spring(spring) => BackendTable::Spring(spring),
         }
     }
 
@@ -269,25 +269,25 @@ impl<D: SpringDialect> SqlBackend<D> {
     }
 
     async fn attempt(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let (attempt, position) = match &self.locks {
-            Locks::Lease(table) => {
+        let (attempt, position) = match &self.mode_state {
+            ModeState::Lease(table) => {
                 return dialect::try_acquire(table, claim).await;
             }
-            Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
+            ModeState::Spring(spring) => return dialect::try_acquire(spring, claim).await,
             // The position must be read before the attempt is sent, so that a wait from this
             // position sees every later release.
-            Locks::Session { table, session } => {
+            ModeState::Session { table, session } => {
                 let position = table.wakeups.position();
                 (session.try_acquire(claim).await?, position)
             }
-            Locks::Row { table, sessions } => {
+            ModeState::Row { table, sessions } => {
                 let position = table.wakeups.position();
                 (sessions.try_acquire(claim).await?, position)
             }
         };
         Ok(match attempt {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_seen_version(position)),
-            granted @ (Attempt::Granted(_) | Attempt::Gone) => granted,
+            other @ (Attempt::Granted(_) | Attempt::Gone) => other,
         })
     }
 }
@@ -339,44 +339,44 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let renewed = match &self.locks {
-            Locks::Lease(table) => dialect::renew(table, claims).await,
-            Locks::Session { session, .. } => session.renew(claims).await,
-            Locks::Row { sessions, .. } => sessions.renew(claims).await,
-            Locks::Spring(spring) => dialect::renew(spring, claims).await,
+        let renewed = match &self.mode_state {
+            ModeState::Lease(table) => dialect::renew(table, claims).await,
+            ModeState::Session { session, .. } => session.renew(claims).await,
+            ModeState::Row { sessions, .. } => sessions.renew(claims).await,
+            ModeState::Spring(spring) => dialect::renew(spring, claims).await,
         };
         renewed.into_iter().map(|renewal| self.result_with_address(renewal)).collect()
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let (released, table) = match &self.locks {
-            Locks::Lease(table) => return self.result_with_address(table.release(claim).await),
-            Locks::Spring(spring) => return self.result_with_address(spring.release(claim).await),
-            Locks::Session { table, session } => (session.release(claim).await, table),
-            Locks::Row { table, sessions } => (sessions.release(claim).await, table),
+        let (released, table) = match &self.mode_state {
+            ModeState::Lease(table) => return self.result_with_address(table.release(claim).await),
+            ModeState::Spring(spring) => return self.result_with_address(spring.release(claim).await),
+            ModeState::Session { table, session } => (session.release(claim).await, table),
+            ModeState::Row { table, sessions } => (sessions.release(claim).await, table),
         };
         table.store.maybe_purge(claim.id()).await;
         self.result_with_address(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        match &self.locks {
-            Locks::Lease(table) => table.wait(claim, busy).await,
-            Locks::Session { session, .. } => {
+        match &self.mode_state {
+            ModeState::Lease(table) => table.wait(claim, busy).await,
+            ModeState::Session { session, .. } => {
                 session.protocol().wait(claim.key(), busy.seen_version).await
             }
-            Locks::Row { sessions, .. } => {
+            ModeState::Row { sessions, .. } => {
                 sessions.protocol().wait(claim.key(), busy.seen_version).await
             }
-            Locks::Spring(spring) => spring.wait(claim, busy).await,
+            ModeState::Spring(spring) => spring.wait(claim, busy).await,
         }
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        match &self.locks {
-            Locks::Session { session, .. } => session.subscribe_invalidations(invalidations),
-            Locks::Row { sessions, .. } => sessions.subscribe_invalidations(invalidations),
-            Locks::Lease(_) | Locks::Spring(_) => {}
+        match &self.mode_state {
+            ModeState::Session { session, .. } => session.subscribe_invalidations(invalidations),
+            ModeState::Row { sessions, .. } => sessions.subscribe_invalidations(invalidations),
+            ModeState::Lease(_) | ModeState::Spring(_) => {}
         }
     }
 
@@ -385,7 +385,7 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     }
 
     fn batch(&self) -> Option<&dyn LockBatch> {
-        (D::HAS_BATCHES && matches!(self.locks, Locks::Lease(_))).then_some(self)
+        (D::HAS_BATCHES && matches!(self.mode_state, ModeState::Lease(_))).then_some(self)
     }
 
     fn waiters(&self) -> Option<&dyn WaiterStore> {
@@ -400,10 +400,10 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     }
 
     async fn close(&self) {
-        match &self.locks {
-            Locks::Session { session, .. } => session.close().await,
-            Locks::Row { sessions, .. } => sessions.protocol().close_idle(),
-            Locks::Lease(_) | Locks::Spring(_) => {}
+        match &self.mode_state {
+            ModeState::Session { session, .. } => session.close().await,
+            ModeState::Row { sessions, .. } => sessions.protocol().close_idle(),
+            ModeState::Lease(_) | ModeState::Spring(_) => {}
         }
         self.wakeups().close();
         self.store().client.close().await;
@@ -413,13 +413,13 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 #[async_trait]
 impl<D: SpringDialect> LockBatch for SqlBackend<D> {
     async fn try_acquire_all(&self, claims: &[Claim]) -> Result<BatchAttempt, BackendError> {
-        let Locks::Lease(table) = &self.locks else { return Ok(BatchAttempt::Declined) };
+        let ModeState::Lease(table) = &self.mode_state else { return Ok(BatchAttempt::Declined) };
         self.result_with_address(table.try_acquire_all(claims).await)
     }
 
     async fn release_all(&self, claims: &[Claim]) -> Vec<Result<Release, BackendError>> {
-        let released = match &self.locks {
-            Locks::Lease(table) => table.release_all(claims).await,
+        let released = match &self.mode_state {
+            ModeState::Lease(table) => table.release_all(claims).await,
             _ => join_all(claims.iter().map(|claim| self.release(claim))).await,
         };
         released.into_iter().map(|released| self.result_with_address(released)).collect()
@@ -430,7 +430,7 @@ impl<D: SpringDialect> LockBatch for SqlBackend<D> {
 impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         match self.table() {
-            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
+            _ if matches!(self.mode_state, ModeState::Session { .. }) => Ok(Vec::new()),
             BackendTable::Native(table) => self.result_with_address(table.inspect(key).await),
             BackendTable::Spring(table) => self.result_with_address(table.inspect(key).await),
         }
@@ -438,7 +438,7 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         match self.table() {
-            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
+            _ if matches!(self.mode_state, ModeState::Session { .. }) => Ok(Vec::new()),
             BackendTable::Native(table) => self.result_with_address(table.list().await),
             BackendTable::Spring(table) => self.result_with_address(table.list().await),
         }
@@ -446,7 +446,7 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         match self.table() {
-            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Release::NotHeld),
+            _ if matches!(self.mode_state, ModeState::Session { .. }) => Ok(Release::NotHeld),
             BackendTable::Native(table) => self.result_with_address(table.force_release(key).await),
             BackendTable::Spring(table) => self.result_with_address(table.force_release(key).await),
         }
@@ -457,12 +457,12 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
             BackendTable::Native(table) => self.result_with_address(table.diagnose().await)?,
             BackendTable::Spring(table) => self.result_with_address(table.diagnose().await)?,
         };
-        match &self.locks {
-            Locks::Row { table, .. } => {
+        match &self.mode_state {
+            ModeState::Row { table, .. } => {
                 findings.extend(self.result_with_address(D::diagnose_row_locks(table).await)?);
             }
-            Locks::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
-            Locks::Lease(_) | Locks::Session { .. } => {}
+            ModeState::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
+            ModeState::Lease(_) | ModeState::Session { .. } => {}
         }
         Ok(findings)
     }
@@ -470,13 +470,13 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
 
 impl<D: SpringDialect> fmt::Debug for SqlBackend<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.locks {
-            Locks::Lease(table) => f.debug_tuple("Lease").field(table).finish(),
-            Locks::Session { table, .. } => f.debug_tuple("Session").field(table).finish(),
-            Locks::Row { table, sessions } => {
+        match &self.mode_state {
+            ModeState::Lease(table) => f.debug_tuple("Lease").field(table).finish(),
+            ModeState::Session { table, .. } => f.debug_tuple("Session").field(table).finish(),
+            ModeState::Row { table, sessions } => {
                 f.debug_tuple("Row").field(table).field(sessions).finish()
             }
-            Locks::Spring(spring) => f.debug_tuple("Spring").field(spring).finish(),
+            ModeState::Spring(spring) => f.debug_tuple("Spring").field(spring).finish(),
         }
     }
 }

@@ -4,7 +4,7 @@ use registry_core::LockGuard;
 use sqlx::Transaction;
 
 use super::SqlBackend;
-use super::backend::Locks;
+use super::backend::ModeState;
 use super::dialect::{LeaseStore as _, SpringDialect};
 use super::store::TransactionDatabase;
 use crate::fence::{Fence, FenceError, fenced_claim};
@@ -24,7 +24,7 @@ async fn fence<D: SpringDialect>(
     let Some(backend) = guard.backend::<SqlBackend<D>>() else {
         return Err(FenceError::unsupported(guard, D::DATABASE));
     };
-    if let Locks::Session { session, .. } = &backend.locks {
+    if let ModeState::Session { session, .. } = &backend.mode_state {
         match session.ensure_row(claim).await {
             Ok(true) => {}
             Ok(false) => return Err(FenceError::lost(guard)),
@@ -33,12 +33,12 @@ async fn fence<D: SpringDialect>(
             }
         }
     }
-    let statement = match &backend.locks {
-        Locks::Lease(table) => table.fence(claim, token),
-        Locks::Session { table, .. } | Locks::Row { table, .. } => {
+    let statement = match &backend.mode_state {
+        ModeState::Lease(table) => table.fence(claim, token),
+        ModeState::Session { table, .. } | ModeState::Row { table, .. } => {
             table.fence_session_grant(claim, token)
         }
-        Locks::Spring(spring) => spring.fence(claim, token),
+        ModeState::Spring(spring) => spring.fence(claim, token),
     };
     let found =
         D::simple_query(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;

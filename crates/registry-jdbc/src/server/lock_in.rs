@@ -5,7 +5,7 @@ use std::time::Duration;
 use registry_core::{ClaimId, Key, Registry};
 use sqlx::Transaction;
 
-use super::backend::{Locks, SqlBackend};
+use super::backend::{ModeState, SqlBackend};
 use super::dialect::{Dialect, SpringDialect};
 use super::lease_table::LeaseTable;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
@@ -63,12 +63,12 @@ impl<D: SpringDialect> LockIn<D> for Registry {
 }
 
 fn lockable_table<D: SpringDialect>(registry: &Registry) -> Option<LockableTable<'_, D>> {
-    match &registry.backend::<SqlBackend<D>>()?.locks {
-        Locks::Lease(table) => Some(LockableTable { table, has_session_locks: false }),
-        Locks::Row { table, .. } => Some(LockableTable { table, has_session_locks: false }),
-        Locks::Session { table, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
+    match &registry.backend::<SqlBackend<D>>()?.mode_state {
+        ModeState::Lease(table) => Some(LockableTable { table, has_session_locks: false }),
+        ModeState::Row { table, .. } => Some(LockableTable { table, has_session_locks: false }),
+        ModeState::Session { table, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
             Some(LockableTable { table, has_session_locks: true })
         }
-        Locks::Session { .. } | Locks::Spring(_) => None,
+        ModeState::Session { .. } | ModeState::Spring(_) => None,
     }
 }

@@ -4,7 +4,7 @@ use registry_core::LockGuard;
 use registry_core::once::{Outcome, ScheduledJob};
 use sqlx::Transaction;
 
-use super::backend::{Locks, SqlBackend};
+use super::backend::{ModeState, SqlBackend};
 use super::dialect::SpringDialect;
 use super::fence::classify;
 use crate::fence::FenceError;
@@ -29,12 +29,12 @@ async fn write_record<D: SpringDialect>(
 ) -> Result<bool, FenceError> {
     let unsupported = || FenceError::unsupported(guard, D::DATABASE);
     let backend = guard.backend::<SqlBackend<D>>().ok_or_else(unsupported)?;
-    let (table, text) = match &backend.locks {
-        Locks::Lease(table) => (table, table.value_statements().write.clone()),
-        Locks::Session { table, .. } | Locks::Row { table, .. } => {
+    let (table, text) = match &backend.mode_state {
+        ModeState::Lease(table) => (table, table.value_statements().write.clone()),
+        ModeState::Session { table, .. } | ModeState::Row { table, .. } => {
             (&**table, table.value_statements().write_in_session.clone())
         }
-        Locks::Spring(_) => return Err(unsupported()),
+        ModeState::Spring(_) => return Err(unsupported()),
     };
     let token = guard.fencing_token();
     let write = table.write_value_statement(&text, guard.claim(), token, &value);

@@ -9,7 +9,7 @@ use registry_core::{
     ValueWrite,
 };
 
-use super::backend::{BackendTable, Locks, SqlBackend};
+use super::backend::{BackendTable, ModeState, SqlBackend};
 use super::dialect::{Dialect, SpringDialect};
 use super::lease_table::LeaseTable;
 use super::statement::{bytes, fencing_token, from_micros, maybe_number, number, one_row};
@@ -49,12 +49,12 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
         if claim.mode() != ClaimMode::Exclusive {
             return Ok(ValueWrite::NotHeld);
         }
-        let written = match &self.locks {
-            Locks::Lease(table) => {
+        let written = match &self.mode_state {
+            ModeState::Lease(table) => {
                 let text = &table.statements().values.write;
                 table.write_value(text, claim, token, value).await
             }
-            Locks::Session { table, session } => match session.ensure_row(claim).await {
+            ModeState::Session { table, session } => match session.ensure_row(claim).await {
                 Ok(true) => {
                     let text = &table.statements().values.write_in_session;
                     table.write_value(text, claim, token, value).await
@@ -65,7 +65,7 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
             // The row keeps its claim after the end of the grant. So a renewal first checks the
             // connection. If another claim is then granted the key before the write, its grant has
             // replaced the row's claim, and the write finds no row.
-            Locks::Row { table, sessions } => {
+            ModeState::Row { table, sessions } => {
                 match sessions.renew(std::slice::from_ref(claim)).await.pop() {
                     Some(Ok(Renewal::Renewed(_))) => {
                         let text = &table.statements().values.write_in_session;
@@ -75,7 +75,7 @@ impl<D: SpringDialect> ValueStore for SqlBackend<D> {
                     Some(Ok(Renewal::Gone)) | None => Ok(ValueWrite::NotHeld),
                 }
             }
-            Locks::Spring(_) => Err(values_in_foreign_table::<D>()),
+            ModeState::Spring(_) => Err(values_in_foreign_table::<D>()),
         };
         written.map_err(|error| self.with_address(error))
     }

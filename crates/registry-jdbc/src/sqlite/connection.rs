@@ -4,9 +4,9 @@
 //! `serial_executor` orders the statements.
 //!
 //! SQLite permits one writer at a time among all processes. While another process writes, a
-//! statement fails at once. This module retries it, instead of SQLite's busy handler. Every attempt
-//! binds the statement again, and most bindings read the clock. So a delayed grant or renewal of an
-//! exclusive claim uses no outdated time.
+//! statement that writes fails at once. This module retries it, instead of SQLite's busy handler. Every attempt
+//! binds the statement again, and most bindings read the clock. A delayed grant or renewal of an
+//! exclusive claim therefore uses no outdated time.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,8 +27,8 @@ use super::worker::WorkerThread;
 /// Returns the options of every connection of the store.
 ///
 /// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and
-/// releases. But it also ends the boot, so all locks are free afterwards. Later tokens are still
-/// larger, because they are based on the wall clock. A crash of the process alone loses nothing,
+/// releases. That is harmless: a grant is valid for one boot of the host only, so all locks are free
+/// after the restart. Later tokens are still larger, because they are based on the wall clock. A crash of the process alone loses nothing,
 /// because the kernel already has the log.
 pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
@@ -56,7 +56,7 @@ struct FileConnector {
     busy_timeout: Duration,
     worker: WorkerThread,
     /// The files that the connection has open. Only the call that opens the connection changes the
-    /// file ids. Each check updates `checked_at`.
+    /// file ids. Each successful check updates `checked_at`.
     verified: Mutex<Option<VerifiedFiles>>,
 }
 
@@ -67,8 +67,8 @@ struct VerifiedFiles {
     checked_at: Instant,
 }
 
-/// The maximum age of a check of the files before a statement. After each statement, the files are
-/// always checked.
+/// Before a statement, the files are checked unless the last check is at most this old. After each
+/// statement, they are always checked.
 pub(super) const CHECK_VALID_FOR: Duration = Duration::from_millis(1);
 
 /// How long a statement of low priority may be queued. Without this limit, the connection would
@@ -270,7 +270,7 @@ impl FileConnector {
     /// its path before and after the opening is the opened file. The file's inode cannot have been
     /// reused, because this connection or an earlier connection keeps the file open.
     async fn connect(&self) -> Result<SqliteConnection, BackendError> {
-        // If the log and the index do not exist, the first attempt creates them. So only the second
+        // If the log (`-wal`) and the shared memory (`-shm`) do not exist, the first attempt creates them. So only the second
         // attempt finds them before it connects. Connections of other processes may remove the
         // files when they close.
         const ATTEMPTS_MAX: u32 = 5;
@@ -367,9 +367,9 @@ pub(super) async fn connect(
 
 /// Runs a statement until SQLite reports that it is done, which is after the commit.
 ///
-/// `fetch_one` and `fetch_optional` stop at the first row. The commit then happens while the
-/// statement is reset, and its error (a full disk) is lost. `execute` and `fetch_all` also wait for
-/// the end of the stream. That wait would cost one more thread switch, a sixth of the total time.
+/// The methods `fetch_one` and `fetch_optional` of sqlx stop at the first row. The commit then happens while the
+/// statement is reset, and its error (a full disk) is lost. Its `execute` and `fetch_all` also
+/// wait for the end of the stream. That wait would cost one more thread switch, a sixth of the total time.
 async fn run_once(
     statement: SqliteQuery,
     connection: &mut SqliteConnection,
@@ -512,15 +512,16 @@ mod tests {
         ] {
             backend.writer.execute(move || sqlx::query(statement)).await.unwrap();
         }
-        let refused = claim("k");
-        backend.try_acquire(&refused).await.unwrap_err();
-        // With the wall clock set back, the statement itself returns the token.
+        let failed = claim("k");
+        backend.try_acquire(&failed).await.unwrap_err();
+        // With the wall clock set back, the backend runs another statement (`ACQUIRE_ABOVE`), whose
+        // row arrives before the commit fails.
         clock.set_wall(0);
-        backend.try_acquire(&refused).await.unwrap_err();
+        backend.try_acquire(&failed).await.unwrap_err();
         assert_eq!(backend.inspect(&key("k")).await.unwrap(), Vec::new());
 
         backend.writer.execute(|| sqlx::query("DROP TRIGGER break_commit")).await.unwrap();
-        acquire(&backend, &refused).await;
+        acquire(&backend, &failed).await;
     }
 
     #[tokio::test]
@@ -590,7 +591,8 @@ mod tests {
         std::fs::rename(&copy, file).unwrap();
     }
 
-    /// Checks that held grants end, that no lock is granted, and that each error gives the reason.
+    /// Checks that held grants end, that no lock is granted, and that the errors of the attempt and
+    /// of `diagnose` give the reason.
     async fn check_all_grants_end(file: &str, change: impl Fn(&Path), message: &str) {
         let folder = TestFolder::new();
         let backend = folder.open_backend().await;
@@ -652,7 +654,7 @@ mod tests {
         let backend = folder.open_backend().await;
         let second = folder.file().with_extension("second");
         std::fs::hard_link(folder.file(), &second).unwrap();
-        // The refused attempt may have written its row, which then stays for its lease.
+        // The failed attempt may have written its row, which then stays until its lease ends.
         backend.try_acquire(&claim("refused")).await.unwrap_err();
         let findings = backend.diagnose().await.unwrap();
         assert!(

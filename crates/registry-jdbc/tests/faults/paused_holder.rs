@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, rejected_write, run_child_process,
+    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
     serve_with_writer,
 };
 
@@ -46,7 +46,7 @@ impl FencedWriter for StockTable {
         let changed = transaction.update(update).await;
         transaction.commit().await;
         if changed == 0 {
-            return Err(rejected_write("no row has this token or an older one"));
+            return Err(write_refused_by_server("no row has this token or an older one"));
         }
         Ok(())
     }

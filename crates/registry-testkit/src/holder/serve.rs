@@ -48,7 +48,7 @@ pub trait FencedWriter: Debug + Send + Sync {
     /// If the guard refuses because its lock is lost, sends the request without the guard.
     ///
     /// # Errors
-    /// [`rejected_write`](super::rejected_write) if the server refused the write, and another
+    /// [`write_refused_by_server`](super::write_refused_by_server) if the server refused the write, and another
     /// error if its outcome is unknown.
     async fn write(
         &self,

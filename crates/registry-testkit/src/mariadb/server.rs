@@ -90,7 +90,7 @@ impl MariaDbServer {
     pub async fn start_with(options: MariaDbOptions) -> io::Result<Self> {
         let mut server = Self::new(options, Port::reserve()?)?;
         server.install_certificates()?;
-        data_cache::copy_or_install(&server, server.install_command()).await?;
+        data_cache::copy_or_initialize(&server, server.init_command()).await?;
         server.restart().await?;
         server.sql_in("mysql", "CREATE DATABASE app").await?;
         if let Some(password) = &server.options.store.password {
@@ -99,7 +99,7 @@ impl MariaDbServer {
         Ok(server)
     }
 
-    fn install_command(&self) -> Command {
+    fn init_command(&self) -> Command {
         let mut install = self.account_command("mariadb-install-db");
         // Skips fsync, because no file needs to be on disk before the server starts.
         install.args(["--no-defaults", "--skip-test-db", "--innodb-flush-method=nosync", LOG_SIZE]);

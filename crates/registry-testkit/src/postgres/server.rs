@@ -81,9 +81,9 @@ impl PostgresServer {
         if let Some(password) = self.password() {
             self.write_file("password", password)?;
             initdb.arg("--pwfile").arg(self.file("password"));
-            data_cache::install(self, initdb).await?;
+            data_cache::initialize(self, initdb).await?;
         } else {
-            data_cache::copy_or_install(self, initdb).await?;
+            data_cache::copy_or_initialize(self, initdb).await?;
         }
         fs::write(self.data().join("pg_hba.conf"), self.options.pg_hba_lines())
     }

@@ -11,7 +11,7 @@ use registry_core::{ClaimMode, LockGuard, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig, Fence as _, FenceError};
 use registry_testkit::etcd::{CTL_VARIABLE, EtcdServer};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, rejected_write, run_child_process,
+    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
     serve_with_writer,
 };
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
@@ -68,7 +68,7 @@ impl FencedWriter for StockKey {
         let reply = self.ctl(&["txn"], &format!("{comparison}\n\nput stock {value:?}\n\n\n"))?;
         match reply.lines().next() {
             Some("SUCCESS") => Ok(()),
-            Some("FAILURE") => Err(rejected_write(reply)),
+            Some("FAILURE") => Err(write_refused_by_server(reply)),
             _ => Err(format!("etcdctl printed {reply:?}").into()),
         }
     }

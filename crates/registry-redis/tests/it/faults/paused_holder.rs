@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, rejected_write, run_child_process,
+    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
     serve_with_writer,
 };
 use registry_testkit::redis::RedisServer;
@@ -31,7 +31,7 @@ impl FencedWriter for StockKey {
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
         match self.0.set(guard.fencing_token(), "stock", value).await? {
             Fenced::Written(()) => Ok(()),
-            stale => Err(rejected_write(format!("{stale:?}"))),
+            stale => Err(write_refused_by_server(format!("{stale:?}"))),
         }
     }
 }

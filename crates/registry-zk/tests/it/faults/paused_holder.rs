@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, rejected_write, run_child_process,
+    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
     serve_with_writer,
 };
 use registry_testkit::workload::LONG;
@@ -56,7 +56,7 @@ impl FencedWriter for StockNode {
         match multi.commit().await {
             Ok(_) => Ok(()),
             Err(CheckWriteError::CheckFailed { source: ZkError::NoNode }) => {
-                Err(rejected_write("the node of the claim does not exist"))
+                Err(write_refused_by_server("the node of the claim does not exist"))
             }
             Err(error) => Err(error.into()),
         }

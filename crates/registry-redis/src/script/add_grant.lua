@@ -1,7 +1,8 @@
 -- Adds a grant to the record of several claims. KEYS: the lock, its token key. ARGV: the expected
 -- value, the text before the new entry, the first and the last fields of the new entry, the text
 -- after the new entry, lease in ms, number of tokens, retention of the token key in ms, latest end
--- of the other entries in us.
+-- of the other entries in us, time of the grant that the new one converts in us (empty for any other
+-- grant).
 -- Returns {1, token, lease in ms}, or {2, the value, the remaining time of the key in ms, time in
 -- us} if the value has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
@@ -15,7 +16,8 @@ if failure then
 end
 local lease_end = string.format('%016.0f', now + ARGV[6] * 1000)
 local token = string.rep('0', 19 - #first_token) .. first_token
-local record = '+;' .. ARGV[2] .. ARGV[3] .. lease_end .. now .. '0000000000000000' .. token .. ARGV[4] .. ARGV[5]
+local since = ARGV[10] ~= '' and ARGV[10] or now
+local record = '+;' .. ARGV[2] .. ARGV[3] .. lease_end .. since .. '0000000000000000' .. token .. ARGV[4] .. ARGV[5]
 local ttl = math.max(tonumber(ARGV[6]), math.ceil((ARGV[9] - now) / 1000)) + 1
 redis.call('SET', KEYS[1], record, 'PX', string.format('%.0f', ttl))
 return {1, first_token, tonumber(ARGV[6])}
