@@ -108,8 +108,8 @@ impl Arguments {
     }
 }
 
-/// Collects all identifiers of a pattern, including names of types. A placeholder that begins with
-/// the name of a type is thus accepted here, but the expanded code does not compile.
+/// Collects all identifiers of a pattern, including names of types and fields. A placeholder that
+/// begins with such a name is accepted here, and fails only when the expanded code is compiled.
 fn collect_names(pattern: TokenStream, names: &mut Vec<String>) {
     for token in pattern {
         match token {

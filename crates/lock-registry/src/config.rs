@@ -86,7 +86,8 @@ impl RegistryConfig {
     /// options of any other source.
     ///
     /// # Errors
-    /// [`ConfigError`] if the URL is invalid or its store is not built in.
+    /// [`ConfigError`] if the URL or an option in its query is invalid, or if its store is not
+    /// built in.
     pub fn from_url(url: &str) -> Result<Self, ConfigError> {
         let config = Self::new().url(url);
         config.check()?;
@@ -129,7 +130,8 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets the pause between two attempts of a waiter. A wake-up ends the pause early.
+    /// Sets the pause between two attempts of a waiter. A wake-up ends the pause early. In a store
+    /// that confirms its wake-ups, the pause grows with the length of the wait.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.replace("poll", format_time(poll));
         self
@@ -161,12 +163,12 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets one option from text of the program's command line. Errors name the option `--NAME`,
-    /// with dashes.
+    /// Sets one option from text of the program's command line. An error about a known option names
+    /// it `--NAME`, with dashes.
     ///
     /// # Errors
-    /// [`ConfigError`] if the option `name` does not exist, is already set by this method, or if
-    /// `value` does not have its syntax. [`check`](Self::check) also verifies the range.
+    /// [`ConfigError`] if the option `name` does not exist, if this method has already set it, or
+    /// if `value` does not have its syntax. [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```
@@ -201,6 +203,9 @@ impl RegistryConfig {
 
     /// Validates the URL, every value and every name, without I/O.
     ///
+    /// Some problems are found only by [`connect`](Self::connect): a lease outside the limits of a
+    /// server, and `fair` in a store that has no queue.
+    ///
     /// # Errors
     /// [`ConfigError`] for the first problem found.
     pub fn check(&self) -> Result<(), ConfigError> {
@@ -228,14 +233,15 @@ impl RegistryConfig {
 
     /// Validates the configuration, and then opens the store.
     ///
-    /// If the store is a server, repeats an attempt that fails with a transient error: connection
-    /// refused, name not resolved, or server starting. The pause doubles with each attempt, up to
-    /// one second. The repetition ends after `connect_timeout`, or after the time that
-    /// [`connect_within`](Self::connect_within) sets. Any other error, such as a wrong password, is
-    /// returned at once.
+    /// If the store is a server, repeats an attempt that fails with a transient error, such as a
+    /// refused connection, an unresolved name or a starting server. The pause doubles with each
+    /// attempt, up to one second. The repetition ends after `connect_timeout`, or after the time
+    /// that [`connect_within`](Self::connect_within) sets. Any other error, such as a wrong
+    /// password, is returned at once.
     ///
     /// # Errors
     /// [`ConfigError`] if the configuration is invalid or the store cannot be opened.
+    /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
     ///
     /// # Cancel safety
     /// Dropping the future closes all connections opened so far. A database file that was created
@@ -394,8 +400,8 @@ fn strongest_value<'a>(
     sources.iter().find_map(|(origin, options)| Some((*origin, options.get(option)?)))
 }
 
-/// Checks one option. Sets it in `store` if the store has a row for it. Any other option must be
-/// one of the engine, which `connect` sets.
+/// Checks one option. Sets it in `store` if the store has a row for it. Any other option must be an
+/// engine option, which `connect::open` passes to the registry builder.
 fn check_and_set(
     store: &mut dyn BackendConfig,
     origin: Origin,
@@ -428,7 +434,8 @@ fn general_error(store: &dyn BackendConfig, error: OptionError) -> ConfigError {
 /// Parses a time such as `30s`, `1500ms` or `1m 30s`. All sources of options use this format.
 ///
 /// # Errors
-/// [`ConfigError::Invalid`] if the text has no unit, is negative or is not a time.
+/// [`ConfigError::Invalid`] if the text has no unit, is negative or is not a time. Only `0` needs
+/// no unit.
 ///
 /// # Examples
 /// ```

@@ -17,7 +17,7 @@ use crate::options::Options;
 ///
 /// Stores in this process:
 /// - `memory:`: a separate store for each registry.
-/// - `memory:NAME`: one store for all registries that use this name.
+/// - `memory:NAME`: one store for all registries of this process with this name and namespace.
 /// - `pass-through:`: no store. Callers of this registry acquire a lock one after the other; other
 ///   registries are not excluded. For tests, or to turn locking off.
 ///
@@ -51,7 +51,7 @@ use crate::options::Options;
 /// # Errors
 /// [`ConfigError`] if the URL is invalid, its store is not built in, or the store cannot be opened.
 /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled. No error shows a
-/// password. The configuration is validated before any I/O.
+/// password. The configuration is validated before any I/O, as by [`RegistryConfig::check`].
 ///
 /// # Cancel safety
 /// Dropping the future closes all connections opened so far. A database file that was created
@@ -161,7 +161,9 @@ async fn open_with_retries(
             Err(source) => source,
         };
         if !store.is_remote() || !source.is_retryable() || Instant::now() + pause >= deadline {
-            let source = match unresolved_host(store.hosts()).await {
+            let is_retryable = source.is_retryable();
+            let unresolved = if is_retryable { unresolved_host(store.hosts()).await } else { None };
+            let source = match unresolved {
                 Some(host) => {
                     BackendError::transient(format!("cannot resolve {host}; check the host name"))
                         .with_source(source)

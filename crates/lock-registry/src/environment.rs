@@ -13,9 +13,9 @@ impl RegistryConfig {
     /// the same variables as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
-    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, is already set, or
-    /// has a value without the syntax of its option. [`check`](Self::check) also verifies the
-    /// range.
+    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, has a value without
+    /// the syntax of its option, or sets an option that an earlier variable has set.
+    /// [`check`](Self::check) also verifies the range.
     pub fn with_env(self) -> Result<Self, ConfigError> {
         self.with_vars(std::env::vars_os())
     }

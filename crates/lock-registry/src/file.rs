@@ -20,8 +20,9 @@ impl RegistryConfig {
     /// rest of the document is ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] if the text is not TOML, or if an option is unknown, was already set by a
-    /// file, or has a value with invalid syntax. [`check`](Self::check) also verifies the range.
+    /// [`ConfigError`] if the text is not TOML, if `lock-registry` is not a table, or if an option
+    /// is unknown, was already set by a file, or has a value with invalid syntax.
+    /// [`check`](Self::check) also verifies the range.
     ///
     /// # Examples
     /// ```

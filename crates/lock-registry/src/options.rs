@@ -197,7 +197,7 @@ impl Options {
         if let Some(problem) = syntax_error(row, value) {
             let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
             // A value in a URL may be part of a password that was not percent-encoded, so the error
-            // hides it. The error shows a number, which is usually a time without a unit.
+            // hides it. A number is shown nevertheless: usually it is a time without a unit.
             let is_hidden = is_hidden || (origin == Origin::Url && value.parse::<f64>().is_err());
             let problem = if is_hidden {
                 format!("has a value that {problem}")

@@ -13,7 +13,7 @@ use crate::{scheme, store_url};
 /// option, and every unknown option with its name.
 ///
 /// If the address may contain a misplaced secret, the result contains at most the scheme. For
-/// example, a password with an unescaped `/`, `?`, `#` or `@` may be anywhere in the URL.
+/// example, the rest of a password after an unescaped `/`, `?` or `#` is outside the login.
 ///
 /// # Examples
 /// ```

@@ -62,7 +62,8 @@ pub(crate) fn primary_scheme(store: &StoreKind) -> &'static str {
     SCHEMES.iter().find(is_first).map_or(store.name, |scheme| scheme.name)
 }
 
-/// Returns all schemes, each with the Cargo feature of `lock-registry` that it requires.
+/// Returns all schemes, each with the Cargo feature of `lock-registry` that it requires. `None` if
+/// the store is always built in.
 #[must_use]
 pub fn describe_schemes() -> Vec<(&'static str, Option<&'static str>)> {
     let feature = |scheme: &Scheme| scheme.feature.as_ref().map(|feature| feature.name);

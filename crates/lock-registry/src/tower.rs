@@ -159,7 +159,7 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
 /// # Ok(()) }
 /// ```
 pub trait LockKey {
-    /// The error of a request without a valid key. `Infallible` if every request has one.
+    /// The error of a request without a valid key. `Infallible` if the function cannot fail.
     type Error;
 
     /// Returns the key, or `None` for a request that runs without a lock.

@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::args::AcquireArgs;
-use crate::exit::{CliError, LOST};
+use crate::exit::CliError;
 use crate::lock::{HeldLock, RequestedLock};
 use crate::output::{HolderView, Output, describe_holder, format_coarse, printable, whole_millis};
 use crate::signals::Signals;
@@ -107,7 +107,8 @@ impl AcquireOptions {
     }
 }
 
-/// Acquires `lock`, whose key is `key`. The wait counts from `started`, which is before connecting.
+/// Acquires `lock`. `key` is the argument KEY. The wait counts from `started`, which is before
+/// connecting.
 pub(crate) async fn acquire(
     lock: &RequestedLock,
     key: &str,
@@ -189,17 +190,15 @@ pub(crate) async fn close_without_locks(registry: &Registry) {
     let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
 }
 
-/// Closes `registry` after `run`, `hold` or `elect` has ended with `status`. Unless the lock was
-/// lost, waits until `min_hold` is over. A signal ends this wait, and the key then stays locked
-/// until its lease ends.
+/// Closes `registry` at the end of `run`, `hold` or `elect`. Unless the lock was lost, waits until
+/// `min_hold` is over. A signal ends this wait, and the key then stays locked until its lease ends.
 pub(crate) async fn close_after(
     registry: &Registry,
-    status: &Result<u8, CliError>,
+    is_lost: bool,
     min_hold: Duration,
     signals: &mut Signals,
 ) {
-    let status = status.as_ref().map_or_else(CliError::status, |status| *status);
-    if status == LOST {
+    if is_lost {
         // The lock is already lost, and the caller should receive the exit status soon. The store
         // has one second to respond.
         let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;

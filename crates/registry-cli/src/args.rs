@@ -15,7 +15,7 @@ use crate::exit::{self, CliError};
 ///
 /// Without --url and LOCK_REGISTRY_URL, locks are stored in an SQLite file of this user:
 /// $XDG_STATE_HOME/lock-registry/locks.db, by default under ~/.local/state. These locks exclude
-/// only processes of this host.
+/// only processes of this user on this host.
 #[derive(Debug, Parser)]
 #[command(name = "lockreg", version, max_term_width = 100, after_help = EXIT_STATUS)]
 pub(crate) struct Cli {
@@ -51,8 +51,8 @@ pub(crate) struct GlobalArgs {
     /// Prints no notices: waiting, not acquired, warnings; errors and lost locks are always printed
     #[arg(short, long, global = true, display_order = 102)]
     pub(crate) quiet: bool,
-    /// Logs to stderr: -v warnings and errors, -vv also grants and releases, -vvv all events;
-    /// LOCK_REGISTRY_LOG overrides this option with filter directives
+    /// Logs to stderr: -v lost locks and failed renewals, -vv also grants, releases and failed
+    /// attempts, -vvv all events; LOCK_REGISTRY_LOG overrides this option with filter directives
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 103)]
     pub(crate) verbose: u8,
 }
@@ -129,11 +129,13 @@ pub(crate) struct RunArgs {
 #[derive(Debug, Args)]
 pub(crate) struct OnceArgs {
     /// Runs the command at most once per period, over all hosts. A period begins at each multiple
-    /// of TIME since 1970 in UTC. If the command already ran in this period, or runs now, lockreg
-    /// ends at once with status 0
+    /// of TIME since 1970 in UTC. If the command already ran in this period, lockreg ends at once
+    /// with status 0. If it runs now, lockreg waits for that run for at most --wait, by default not
+    /// at all. The status is then also 0, unless that run fails and this call repeats it
     #[arg(long, value_name = "TIME", value_parser = parse_period, conflicts_with_all = ["tick", "shared", "permits", "also"], allow_hyphen_values = true)]
     pub(crate) once_per: Option<Duration>,
-    /// Runs the command unless it was run for this tick: a number that grows, or a name
+    /// Runs the command unless it was run for this tick: a number that grows, or a name. Otherwise
+    /// as --once-per
     #[arg(long, value_name = "NAME", conflicts_with_all = ["shared", "permits", "also"])]
     pub(crate) tick: Option<String>,
     /// Counts a failed command as run. Otherwise, the next call runs the command again
@@ -191,7 +193,7 @@ pub(crate) struct ElectArgs {
     /// Text that other clients can read while this candidate leads, for example its address
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) data: String,
-    /// Leave a vacant role to waiting candidates with a higher priority; set a priority for all
+    /// Leaves a vacant role to waiting candidates with a higher priority; set a priority for all
     /// candidates
     #[arg(long, value_name = "NUMBER")]
     pub(crate) priority: Option<u32>,
@@ -268,10 +270,11 @@ pub(crate) struct AcquireArgs {
     #[arg(long, value_name = "KEY")]
     pub(crate) also: Vec<OsString>,
     /// How long the key stays locked if this process dies. The lease is renewed while the process
-    /// runs, unless LOCK_REGISTRY_RENEW=false [default: 30s; zk: 15s]
+    /// runs, unless LOCK_REGISTRY_RENEW or the URL sets `renew` to false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub(crate) lease: Option<String>,
-    /// The minimum time that the key stays locked; lockreg waits for it before it ends
+    /// The minimum time that the key stays locked; lockreg waits for its end. After a signal during
+    /// this wait, the key stays locked until its lease ends
     #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
     pub(crate) min_hold: Option<Duration>,
     /// The maximum time to hold the lock. Then the lock counts as lost: the command is ended, and
@@ -333,7 +336,7 @@ pub(crate) struct ListArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg top\n  lockreg --url redis://HOST top --interval 1s")]
 pub(crate) struct TopArgs {
-    /// The pause between two readings of the store
+    /// The pause between two readings of the store, 50ms to 1h; longer if a reading takes longer
     #[arg(long, value_name = "TIME", value_parser = parse_interval, default_value = "100ms")]
     pub(crate) interval: Duration,
 }
@@ -345,10 +348,11 @@ pub(crate) struct TopArgs {
 /// which others, and possible deadlocks. For programs: `/api/locks`, `/api/locks/KEY`,
 /// `/api/waits`, `/metrics` for Prometheus, `/healthz`.
 ///
-/// Open pages cause no additional readings of the store. The pauses between two
-/// readings are longer than --interval if this command would otherwise use more than 4 % of a
-/// processor, or if a reading takes longer than a quarter of --interval. The connections are not
-/// encrypted, and all users who can reach the address can read all keys and labels.
+/// Open pages cause no additional readings of the store. The pause between two readings is longer
+/// than --interval if a reading takes longer than a quarter of --interval. It is also longer if the
+/// readings, or the requests of clients, would otherwise use more than 4 % of a processor. The
+/// connections are not encrypted, and all users who can reach the address can read all keys and
+/// labels.
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_EXAMPLES)]
 pub(crate) struct ServeArgs {
@@ -365,9 +369,9 @@ pub(crate) struct ServeArgs {
     /// The file with the token of --allow-break
     #[arg(long, value_name = "FILE", requires = "allow_break")]
     pub(crate) token_file: Option<PathBuf>,
-    /// A host name of this server, for example the name of a proxy in front. With this option, and
-    /// on a loopback address, requests are refused unless their header `Host` has such a name,
-    /// `localhost` or an IP address. May be repeated
+    /// A host name of this server, for example the name of its proxy. The header `Host` is checked
+    /// with this option, and always on a loopback address. It must then contain such a name,
+    /// `localhost` or an IP address; other requests are refused. May be repeated
     #[arg(long, value_name = "NAME")]
     pub(crate) allow_host: Vec<String>,
 }
@@ -434,7 +438,7 @@ pub(crate) struct ManArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg schema postgres | psql shop\n  lockreg schema mysql")]
 pub(crate) struct SchemaArgs {
-    /// The database
+    /// The database: mysql, postgres or sqlite
     pub(crate) dialect: String,
 }
 

@@ -56,7 +56,12 @@ pub(crate) async fn bench(
     });
     output.result(&report, || {
         let row = |name: &str, stats: &LatencyStats| {
-            [name.to_owned(), format_micros(stats.median), format_micros(stats.p99), format_micros(stats.max)]
+            [
+                name.to_owned(),
+                format_micros(stats.median),
+                format_micros(stats.p99),
+                format_micros(stats.max),
+            ]
         };
         let rows = [
             Some(row("lock and unlock", &pair)),

@@ -46,7 +46,7 @@ impl ElectCommand {
                 Election::DATA_BYTES_MAX
             )));
         }
-        // Checked last, as in `run`.
+        // As in `run`, the errors of a missing program have the lowest priority.
         let program = Program::find(elect.command.clone())?;
         let &args::ElectArgs { priority, grace, .. } = elect;
         Ok(Self { role, data: elect.data.clone(), priority, grace, program, store })
@@ -78,7 +78,7 @@ impl ElectCommand {
             output,
         };
         let status = candidate.run(&observer, &mut signals).await;
-        close_after(&registry, &status, Duration::ZERO, &mut signals).await;
+        close_after(&registry, exit::is_lost(&status), Duration::ZERO, &mut signals).await;
         status
     }
 }

@@ -14,7 +14,7 @@ use lock_registry::{ConfigError, LockError};
 pub(crate) const NEGATIVE: u8 = 1;
 /// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
 pub(crate) const NOT_OBTAINED: u8 = 75;
-/// The lock was lost while it was needed.
+/// The lock was lost while it was held.
 pub(crate) const LOST: u8 = 76;
 
 /// An invalid command line or environment variable: `EX_USAGE`.
@@ -62,6 +62,11 @@ pub(crate) enum CliError {
     Output(io::Error),
 }
 
+/// Returns whether `status` is that of a lost lock.
+pub(crate) fn is_lost(status: &Result<u8, CliError>) -> bool {
+    status.as_ref().map_or_else(CliError::status, |status| *status) == LOST
+}
+
 impl CliError {
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         Self::Usage(message.into())
@@ -76,7 +81,7 @@ impl CliError {
         match self {
             Self::Usage(_) => USAGE,
             Self::Config(ConfigError::Open { .. } | ConfigError::NoRuntime) => UNAVAILABLE,
-            // A configuration is checked before any access to the store.
+            // The configuration is invalid. This is found before any lock is acquired.
             Self::Config(_) => USAGE,
             Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
             Self::Lock(LockError::Lost { .. }) => LOST,

@@ -1,5 +1,5 @@
 //! `lockreg hold`: holds a lock for a script or a program in any language, until the stdin of
-//! `lockreg` ends.
+//! `lockreg` ends or a signal arrives.
 
 use std::io::{self, Read as _};
 use std::sync::Arc;
@@ -88,7 +88,8 @@ impl HoldCommand {
             }
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
+        let is_lost = exit::is_lost(&status);
+        close_after(&registry, is_lost, acquire_options.min_hold, &mut signals).await;
         status
     }
 }

@@ -172,7 +172,7 @@ fn report_parse_error(error: &clap::Error) -> u8 {
     }
 }
 
-/// Reports a failure before the options are parsed. Searches the raw arguments for `--json`.
+/// Reports a failure to parse the options. Searches the raw arguments for `--json`.
 fn report_failure(failure: &CliError) -> u8 {
     let mut options = std::env::args_os().skip(1).take_while(|word| word != "--");
     Output::new(options.any(|word| word == "--json"), false).failure(failure);

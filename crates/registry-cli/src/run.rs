@@ -13,7 +13,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{LockError, LostReason, observe::Observer};
+use lock_registry::{LockError, LostReason, Registry, observe::Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
@@ -75,22 +75,22 @@ impl RunCommand {
         warn_if_process_local(&registry, output);
         let has_fencing = registry.capabilities().fencing;
         if let Some(once) = once {
-            let begun = once.begin(&registry, &request, &acquire_options, &mut signals, output);
-            let status = match begun.await {
+            let begun =
+                once.begin(&registry, &request, &acquire_options, started_at, &mut signals, output);
+            let ended = match begun.await {
                 Ok(OnceOutcome::Due(guard, recording)) => {
                     let locked = LockedRun::new(guard, has_fencing, &program, grace, output)
                         .with_recording(recording);
-                    locked.run(&observer, &mut signals).await.map(RunEnd::status)
+                    locked.run(&observer, &mut signals).await
                 }
-                Ok(OnceOutcome::NotDue) => Ok(0),
-                Ok(OnceOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+                Ok(OnceOutcome::NotDue) => Ok(RunEnd::Exited(0)),
+                Ok(OnceOutcome::Signal(signal)) => Ok(RunEnd::by_signal(signal)),
                 Err(failure) => Err(failure),
             };
-            close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
-            return status;
+            return close(&registry, ended, acquire_options.min_hold, &mut signals).await;
         }
         let lock = request.obtain(&registry);
-        let status = match acquire(
+        let ended = match acquire(
             &lock,
             request.key(),
             &acquire_options,
@@ -101,17 +101,32 @@ impl RunCommand {
         )
         .await
         {
-            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
-            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Busy) => Ok(RunEnd::Exited(acquire_options.busy_status)),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(RunEnd::by_signal(signal)),
             Ok(AcquireOutcome::Held(guard)) => {
                 let locked = LockedRun::new(guard, has_fencing, &program, grace, output);
-                locked.run(&observer, &mut signals).await.map(RunEnd::status)
+                locked.run(&observer, &mut signals).await
             }
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
-        status
+        close(&registry, ended, acquire_options.min_hold, &mut signals).await
     }
+}
+
+/// Closes `registry`, and returns the exit status.
+async fn close(
+    registry: &Registry,
+    ended: Result<RunEnd, CliError>,
+    min_hold: Duration,
+    signals: &mut Signals,
+) -> Result<u8, CliError> {
+    // The status alone does not tell: a command may exit with the status of a lost lock.
+    let is_lost = match &ended {
+        Ok(ended) => matches!(ended, RunEnd::Lost { .. }),
+        Err(failure) => failure.status() == exit::LOST,
+    };
+    close_after(registry, is_lost, min_hold, signals).await;
+    ended.map(RunEnd::status)
 }
 
 /// A held lock, and the command to run under it.
@@ -142,6 +157,11 @@ pub(crate) enum RunEnd {
 }
 
 impl RunEnd {
+    /// A signal ended `lockreg` before the command was started.
+    fn by_signal(signal: Signal) -> Self {
+        Self::Exited(exit::status_of_signal(signal as i32))
+    }
+
     /// Returns the exit status of `lockreg run`.
     fn status(self) -> u8 {
         match self {
@@ -236,7 +256,7 @@ impl<'a> LockedRun<'a> {
         if let Err(error) = released {
             output.alert(
                 "release_failed",
-                &format!("{}; the key is free when its lease ends", causes(&error).join(": ")),
+                &format!("{}; the key is free by the end of its lease", causes(&error).join(": ")),
                 json!({ "key": key, "causes": causes(&error) }),
             );
         }
@@ -315,7 +335,7 @@ enum Termination {
 
 impl Supervisor<'_> {
     /// Waits until the command has ended. If its termination was requested, also waits for all
-    /// processes in its group.
+    /// processes in its group, and kills them after the grace time.
     async fn until_end(&mut self, observer: &LockObserver, signals: &mut Signals) -> CommandExit {
         let mut renewals = observer.renewals();
         let mut lost = Box::pin(self.guard.lost());
@@ -378,7 +398,7 @@ impl Supervisor<'_> {
         self.watchdog.set_deadline(self.guard.valid_for().saturating_sub(self.margin));
     }
 
-    /// Ends the command before the lease ends, because no renewal was confirmed in time.
+    /// Begins to end the command before the lease ends, because no renewal was confirmed in time.
     fn on_lease_ending(&mut self) {
         self.lost = Some(LostReason::Expired);
         let grace = self.grace.min(kill_after(self.guard.valid_for()));

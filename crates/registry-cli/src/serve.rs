@@ -177,11 +177,12 @@ async fn answer(stream: TcpStream, router: Router) {
 /// because all users of the host can read the arguments of a process.
 const TOKEN_VARIABLE: &str = "LOCKREG_SERVE_TOKEN";
 const TOKEN_BYTES_MIN: usize = 16;
-/// Further clients wait until a connection ends.
+/// The maximum number of open connections. Further clients wait until a connection ends.
 const CONNECTIONS_MAX: usize = 500;
 const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// How long a client may take to send the head of a request, or to accept the next bytes of an
 /// answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// `/healthz` fails if the last snapshot is older than this and older than three intervals.
+/// `/healthz` fails if the last snapshot is older than this and older than three intervals, or if
+/// the last attempt to take a snapshot failed.
 const AGE_LIMIT: Duration = Duration::from_secs(90);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lock_registry::modes::WaitingClaim;
 use lock_registry::{FencingToken, Holder, Key, LockError, Registry};
 
-/// The holders and waiters of all keys at one time.
+/// The holders and waiters of all keys, read concurrently.
 #[derive(Debug, Clone)]
 pub(crate) struct Snapshot {
     pub(crate) holders: Vec<Holder>,

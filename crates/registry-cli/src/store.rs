@@ -1,5 +1,6 @@
 //! Selects and opens the store. This module returns configuration errors before any access to a
-//! file or a server. The reach is checked again after the store is opened.
+//! file or a server. Exception: `--require-reach` is checked after the store is opened. For the
+//! default store, it is also checked before.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;

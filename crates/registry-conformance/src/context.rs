@@ -212,8 +212,8 @@ impl TestContext {
         }
     }
 
-    /// Ends the grant of `claim` without informing its holder, as an administrator or a store that
-    /// lost the grant would.
+    /// Ends the grant of `claim` without informing its holder, as a forced release or a loss of
+    /// data does.
     pub(crate) async fn break_claim(&self, claim: &Claim) {
         if self.store().break_claim(claim).await {
             return;

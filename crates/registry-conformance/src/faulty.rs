@@ -27,9 +27,9 @@ pub use injector::{Fault, Faults, Operation};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///
-/// A fault never invents a result of the wrapped backend. It loses, delays, repeats or refuses
-/// requests, and it loses or delays replies. On a paused single-threaded runtime, the same seed
-/// gives the same faults.
+/// A fault never changes a result of the wrapped backend. It loses, delays, repeats or refuses
+/// requests, and it loses or delays replies. It also loses, delays or adds wake-ups. On a paused
+/// single-threaded runtime, the same seed gives the same faults.
 ///
 /// # Examples
 /// ```
@@ -72,7 +72,8 @@ impl FaultyBackend {
         }
     }
 
-    /// Replaces the plan. Scripted faults count calls from 1 again, and running delays end at once.
+    /// Replaces the plan. Scripted faults count calls from 1 again. Running delays end at once, so
+    /// a pending [`Fault::WakeEarly`] wakes its waiter at once.
     pub fn apply(&self, faults: Faults) {
         self.injector().replace_plan(faults);
         self.version.send_modify(|version| *version += 1);
@@ -84,14 +85,15 @@ impl FaultyBackend {
         self.apply(Faults::none());
     }
 
-    /// Returns how often `operation` was called since the start, whatever the outcome.
+    /// Returns how often `operation` was called since the start, whatever the outcome. A batch is
+    /// one call.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> u64 {
         self.injector().calls(operation)
     }
 
     /// Returns how often all operations except [`Operation::Wait`] were called since the start. A
-    /// wait needs no answer of the store.
+    /// wait may send no request. Calls of [`WaiterStore`] are not counted.
     #[must_use]
     pub fn requests(&self) -> u64 {
         let injector = self.injector();
@@ -102,8 +104,8 @@ impl FaultyBackend {
             .sum()
     }
 
-    /// Returns the number of faults that applied to calls since the start. Also counts a fault that
-    /// had no effect because another fault of its call kept the request from the store.
+    /// Returns the number of faults that applied to calls since the start. Also counts a fault
+    /// without effect, for example if another fault of its call kept the request from the store.
     #[must_use]
     pub fn injected_faults(&self) -> u64 {
         self.injector().injected()

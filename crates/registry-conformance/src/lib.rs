@@ -4,8 +4,8 @@
 //! test file. Each promise is one clause, and each clause becomes a test whose name states the
 //! promise. A clause that needs a feature that the store lacks becomes an ignored test. The number
 //! of ignored tests is asserted, so that no backend passes by running nothing. For servers that
-//! take seconds to start, call
-//! [`assert_conformance_on_shared_servers`] instead: all clauses share one set of servers.
+//! take seconds to start, call [`assert_conformance_on_shared_servers`] instead. One test then runs
+//! the clauses on one set of servers. Only clauses that restart or wipe a server start their own.
 //!
 //! Backends and applications can also use three tools on their own. [`FaultyBackend`] injects
 //! faults between an engine and its store, [`mod@sweep`] drops a future at every poll, and

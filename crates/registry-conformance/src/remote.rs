@@ -55,7 +55,8 @@ pub use serve::serve;
 /// A backend whose requests are executed by another process.
 ///
 /// A client in this process answers the calls that need no lock request: capabilities, key checks,
-/// shards, and the registrations of waiters. Dropping this backend kills the other process.
+/// shards, and the registration and listing of waiters. Invalidations and batches are not
+/// forwarded. Dropping this backend kills the other process.
 pub struct RemoteBackend {
     local: Arc<dyn LockBackend>,
     child: Mutex<Child>,
@@ -213,7 +214,7 @@ impl LockBackend for RemoteBackend {
         self.local.values().map(|_| self as &dyn ValueStore)
     }
 
-    // The registration of a waiter belongs to no client, so the local client can make it.
+    // The registration of a waiter belongs to no client, so the local client can register it.
     fn waiters(&self) -> Option<&dyn WaiterStore> {
         self.local.waiters()
     }

@@ -33,7 +33,7 @@ impl fmt::Debug for Clause {
     }
 }
 
-/// Returns all clauses of the suite, in reading order.
+/// Returns all clauses of the suite, grouped by theme.
 #[must_use]
 pub fn clauses() -> &'static [Clause] {
     CLAUSES

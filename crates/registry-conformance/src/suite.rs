@@ -1,4 +1,4 @@
-//! Defines the macro `conformance!`, which emits a test for each clause. The clauses themselves are
+//! Defines the macro `conformance!`, which emits a test for each clause. The list of clauses is
 //! in `list`.
 
 /// Emits the suite for one harness: a test per clause, in a module per theme, and the test
@@ -130,12 +130,12 @@ macro_rules! __ignored {
     };
     (fair $test:item) => {
         #[test]
-        #[ignore = "the store has no queue"]
+        #[ignore = "the store has no queue of its own"]
         $test
     };
     (handoff $test:item) => {
         #[test]
-        #[ignore = "the store has a queue, so claims are not handed over locally"]
+        #[ignore = "the store has a queue of its own, so claims are not handed over locally"]
         $test
     };
     (fair_on_request $test:item) => {
@@ -180,7 +180,7 @@ macro_rules! __ignored {
     };
     (labels $test:item) => {
         #[test]
-        #[ignore = "the store stores no labels"]
+        #[ignore = "the store keeps no labels"]
         $test
     };
     (inspect $test:item) => {
@@ -195,7 +195,7 @@ macro_rules! __ignored {
     };
     (restart $test:item) => {
         #[test]
-        #[ignore = "the store cannot be restarted"]
+        #[ignore = "the harness cannot restart the store"]
         $test
     };
     (wipe $test:item) => {

@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// How long a pending future may stay without a wake-up. A future reaches this limit only if no
-/// event will ever wake it.
+/// How long a pending future may stay without a wake-up. After this limit, the sweep panics,
+/// because probably no event will ever wake the future.
 const WAKE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How one run of a swept future ended.

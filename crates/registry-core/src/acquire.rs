@@ -94,8 +94,8 @@ async fn acquire_unobserved(
             }
         };
         if current_mode() != mode {
-            // The semaphore was resized during the wait. A claim that states the old number of
-            // units would make claims with the new number fail.
+            // The semaphore was resized during the wait. While a claim with the old number of units
+            // is held, claims with the new number fail.
             continue;
         }
 
@@ -243,7 +243,7 @@ enum PermitOrGuard {
 }
 
 /// Waits for the local permit, or for a guard of a claim that this process already has. Returns
-/// `None` if the deadline passed.
+/// `None` at the deadline, or the store error if the last request of another local caller failed.
 async fn admit(
     local_lock: &Arc<LocalLock>,
     owner: Option<&Owner>,
@@ -251,14 +251,14 @@ async fn admit(
     deadline: Option<Moment>,
 ) -> Result<Option<PermitOrGuard>, LockError> {
     let engine = local_lock.engine();
-    // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
+    // Repeats only if the lock of a received guard was lost, or if this caller was not polled for
     // the time of a lease.
     loop {
         let guard = match local_lock.enter(owner, claim_options, deadline).await {
             Ok(Admission::LocalPermit(permit)) => {
                 return Ok(Some(PermitOrGuard::LocalPermit(permit)));
             }
-            // The lease ended before this caller received the guard.
+            // The lock was lost before this caller received the guard.
             Ok(
                 Admission::Reentered(guard)
                 | Admission::HandedOver(guard)
@@ -284,8 +284,8 @@ async fn admit(
                 return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
             }
             Err(NotAdmitted::TimedOut(None)) => return Ok(None),
-            // The caller with the local permit got a store error, so it is unknown whether the lock
-            // is held.
+            // The last request of a caller with a local or extra permit failed, so it is unknown
+            // whether the lock is held.
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
@@ -299,7 +299,7 @@ async fn admit(
 /// The outcome for one key of an attempt for several keys.
 enum KeyOutcome {
     Granted(LockGuard),
-    /// The attempt for all keys was abandoned, and then this key was acquired alone.
+    /// The attempt for this key was abandoned, and then the key was acquired alone.
     Retried(LockGuard),
     Busy,
     /// The store granted nothing, because another key was busy.
@@ -440,7 +440,7 @@ impl Acquisition<'_> {
         Box::pin(self.retry(pending, FirstAttempt::Sent(outcome), owner)).await
     }
 
-    /// Repeats the attempt until a grant, the deadline, or a store error that must be returned.
+    /// Repeats the attempt until a grant, the deadline, or an error that must be returned.
     async fn retry(
         self,
         mut pending: PendingClaim,
@@ -467,8 +467,9 @@ impl Acquisition<'_> {
             }
             FirstAttempt::Sent(outcome) => Some(outcome),
         };
-        // Ends with a grant, at the deadline, or with an error. Without a deadline, store errors
-        // end it after the length of a lease. Busy responses never do: the caller asked to wait.
+        // Ends with a grant, at the deadline, or with an error. A permanent store error ends it at
+        // once. Without a deadline, other store errors end it after the length of a lease. A busy
+        // key alone never ends it.
         loop {
             attempts += 1;
             let outcome = match first_outcome.take() {
@@ -536,8 +537,8 @@ impl Acquisition<'_> {
         attempts: u32,
     ) -> Result<LockGuard, AcquireFailure> {
         let guard = Hold::first_guard(grant, token, owner);
-        // If the registry is closing, it is too late to return a guard. Dropping it releases the
-        // claim.
+        // If the registry is closing, it is too late to return the guard. Dropping the guard
+        // releases the claim.
         self.check_open()?;
         self.local_lock.record_hold(guard.hold());
         self.engine.emit(|| LockEvent::Granted {
@@ -564,8 +565,8 @@ impl Acquisition<'_> {
     /// Fails if the registry is closing.
     ///
     /// A [`PendingClaim`] is counted before this check, and `close` sets its flag before it reads
-    /// that count. Either this check sees the flag, or `close` waits for the claim. No request
-    /// therefore reaches a closed store.
+    /// that count. Either this check sees the flag, or `close` waits for the claim. Unless `close`
+    /// reaches its limit, no request therefore reaches a closed store.
     fn check_open(&self) -> Result<(), AcquireFailure> {
         if self.engine.is_closing() { Err(LockError::Closed.into()) } else { Ok(()) }
     }
@@ -696,11 +697,11 @@ pub(crate) async fn wait_for_attempt(
     // One last attempt is made at the deadline, so that a lock that became free in time is not
     // missed.
     let mut latest_attempt_at = lease_end.min(deadline.unwrap_or(Moment::FUTURE));
-    // The place in the queue lapses unless the attempt is repeated.
+    // The place in the queue expires unless the attempt is repeated.
     if busy.is_queued && !engine.capabilities.fair {
         latest_attempt_at = latest_attempt_at.min(now.after(claim.lease() / 3));
     }
-    // A wake-up can be lost although the store confirmed that it would send it. The next poll is
+    // A wake-up can be lost although the store has confirmed its wake-ups. The next poll is
     // therefore due when the time since `holder_changed_at` has about doubled, and after about
     // `CONFIRMED_POLL_MAX` at the latest. A lost wake-up thus at most about doubles the wait.
     let recheck_at = now
@@ -778,7 +779,7 @@ impl RetryState {
 enum FirstAttempt {
     /// Is sent at this time.
     At(Moment),
-    /// Has been sent. Contains the result of [`PendingClaim::send`].
+    /// Has been sent. Contains its outcome, or `None` if the store has not responded yet.
     Sent(Option<AttemptOutcome>),
 }
 
@@ -794,8 +795,8 @@ pub(crate) enum WokenBy {
 
 /// Limits how often wake-ups lead to attempts: a token bucket, with one token per wake-up.
 ///
-/// Without this limit, a store that sends endless wake-ups would make this process send requests
-/// without a pause. The same would happen if other processes acquire the key first each time.
+/// Without this limit, a store that sends endless wake-ups makes this process send requests without
+/// a pause. The same happens if other processes acquire the key first each time.
 struct WakeRateLimiter {
     wake_ups_left: u32,
     refilled_at: Moment,
@@ -836,8 +837,8 @@ fn jittered(pause: Duration) -> Duration {
 const DELAY_AFTER_LEASE_END: Duration = Duration::from_millis(1);
 
 /// The longest interval between the polls of a waiter whose wake-ups the store confirms.
-/// [`jittered`] lengthens it. With 30 s, the default lease, 2,000 waiters send fewer than 100
-/// requests per second.
+/// [`jittered`] lengthens it. It equals the default lease. At this interval, 2,000 waiters send
+/// fewer than 100 requests per second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
 /// The maximum number of consecutive wake-ups that are each followed by an attempt at once.

@@ -2,8 +2,8 @@
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
-//! re-entry, retries and clean-up. [`LockAdmin`] is the optional part for operators, [`LockBatch`]
-//! the optional part for several keys.
+//! re-entry, retries and clean-up. The optional parts are [`LockAdmin`] for operators,
+//! [`LockBatch`] for several keys, [`ValueStore`] and [`WaiterStore`].
 
 use std::any::Any;
 use std::fmt;
@@ -26,7 +26,7 @@ use crate::waiting_list::WaiterStore;
 ///
 /// # Contract
 /// This trait is the interface between backends and the engine. Applications do not call it. The
-/// conformance suite tests each clause.
+/// conformance suite tests all clauses that a client can observe.
 ///
 /// 1. If a granted claim is requested again, it is granted again, with the same token. The response
 ///    to its first request may have been lost.
@@ -48,8 +48,8 @@ use crate::waiting_list::WaiterStore;
 /// 8. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
 ///    is unknown, it returns an error. The engine then repeats the attempt and counts the first
 ///    one, because that request may still reach the store after the release. If a connection broke
-///    while idle, [`BackendError::as_stale_connection`] makes the engine repeat the attempt without
-///    a pause.
+///    while idle, [`BackendError::as_stale_connection`] makes the engine repeat the attempt once
+///    without a pause.
 ///
 /// A backend responds in bounded time where it can. After the operation time-out, the engine stops
 /// waiting and treats the outcome as unknown.
@@ -59,8 +59,9 @@ use crate::waiting_list::WaiterStore;
 /// and [`release`](Self::release). Each other method has a default that is safe in every store. By
 /// default, a store has one shard, accepts every key, lets waiters poll, and lets renewals find
 /// losses. It has no [`LockAdmin`], [`LockBatch`], [`ValueStore`] or [`WaiterStore`], and nothing
-/// to close. A backend that wraps another one must forward all thirteen;
-/// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
+/// to close. A backend that wraps another one should implement all thirteen: each default hides a
+/// method of the wrapped backend. `#[deny(clippy::missing_trait_methods)]` on the `impl` reports a
+/// missing method.
 ///
 /// # Cancel safety
 /// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future
@@ -96,7 +97,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// the claim has. A conversion to a stronger mode returns a new token, a conversion to a weaker
     /// one the same token. A conversion never creates a grant: without one, the result is
     /// [`Attempt::Gone`]. A busy upgrade blocks new shared claims. This block ends at most one
-    /// lease of the claim after its last attempt.
+    /// lease of the claim after its last attempt. It ends at once if a conversion requests the mode
+    /// that the grant already has.
     ///
     /// The engine polls the future once before it sets a timer. A store that responds at its first
     /// poll therefore needs no timer.
@@ -141,12 +143,13 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Waits until the lock may be free. `busy` is the response to the last attempt. May return
     /// early or never, because the engine also polls. The default never returns.
     ///
-    /// This call must not miss a change since the `busy` response; [`Busy::seen_version`] and
-    /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, the future returns or
-    /// stays pending. The next attempt then returns the error.
+    /// In a store that [wakes](Capabilities::wakes) waiters, this call must not miss a change since
+    /// the `busy` response. [`Busy::seen_version`] and [`Waiters`](crate::Waiters) serve this
+    /// purpose. After a store error, the future returns or stays pending. The next attempt then
+    /// returns the error.
     ///
     /// # Cancel safety
-    /// Must be cancel safe. The future is dropped at any time, and another call may follow.
+    /// Must be cancel safe. The future may be dropped at any time, and another call may follow.
     async fn wait(&self, _claim: &Claim, _busy: &Busy) {
         std::future::pending().await
     }
@@ -161,8 +164,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// [`Capabilities::reports_invalidations`]. It does not notify of changes that this client
     /// makes to its own claims.
     ///
-    /// Like a wake-up, an invalidation may be superfluous or lost: the next renewal detects the
-    /// loss in any case. The default drops the handle. Must not block.
+    /// Like a wake-up, an invalidation may be superfluous or lost. The next renewal then detects
+    /// the loss. A claim that is not renewed is lost at the end of its lease. The default drops the
+    /// handle. Must not block.
     fn subscribe(&self, _invalidations: Invalidations) {}
 
     /// Returns the operations for operators, if the store has any. The default is `None`.
@@ -185,7 +189,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the claims that wait, if the store can list them. The default is `None`.
+    /// Returns the operations on waiting claims, if the store can list these claims. The default is
+    /// `None`.
     ///
     /// The result never changes. If it is `None`, [`Capabilities::waiters`] is false.
     fn waiters(&self) -> Option<&dyn WaiterStore> {
@@ -246,8 +251,9 @@ pub enum BatchAttempt {
 /// The operations of a store for operators, from [`LockBackend::admin`].
 ///
 /// The engine calls [`inspect`](Self::inspect), [`list`](Self::list) and
-/// [`force_release`](Self::force_release) only if the store declares [`Capabilities::inspect`]. It
-/// must then implement all three. [`diagnose`](Self::diagnose) does not depend on this capability.
+/// [`force_release`](Self::force_release) only if the store declares [`Capabilities::inspect`]. The
+/// store must then implement all three. [`diagnose`](Self::diagnose) does not depend on this
+/// capability.
 ///
 /// # Cancel safety
 /// No method needs to be cancel safe, as in [`LockBackend`].
@@ -270,9 +276,10 @@ pub trait LockAdmin: Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Ends all grants of `key`, whichever clients hold them, and wakes waiters. The holder is
-    /// notified at its next renewal, or at once if the store [reports
-    /// losses](LockBackend::subscribe). The default releases nothing.
+    /// Ends all grants of `key`, whichever clients hold them, and wakes waiters. The engine then
+    /// verifies the claims of all registries over this backend object. Other holders are notified
+    /// at their next renewal, or at once if the store [reports losses](LockBackend::subscribe). The
+    /// default releases nothing.
     ///
     /// # Errors
     /// [`BackendError`] for a store error. The key may be free nevertheless.
@@ -280,11 +287,11 @@ pub trait LockAdmin: Send + Sync {
         Ok(Release::NotHeld)
     }
 
-    /// Checks the store for present problems and for problems to expect soon. Returns an empty list
-    /// if there are none. The default returns none.
+    /// Checks the store for present problems and for problems to expect soon. The list may also
+    /// contain notes that need no action. The default returns none.
     ///
     /// # Errors
-    /// [`BackendError`] if the store cannot be reached.
+    /// [`BackendError`] for a store error, for example if the store cannot be reached.
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         Ok(Vec::new())
     }
@@ -292,8 +299,8 @@ pub trait LockAdmin: Send + Sync {
 
 /// One acquisition of a key, as the store records it.
 ///
-/// Each claim has a new random id, which the store records as the owner. A repeated request of a
-/// claim is therefore recognised as the same acquisition, and a stale holder can change nothing.
+/// Each claim has a new random id, by which the store identifies the holder. A repeated request of
+/// a claim is therefore recognised as the same acquisition, and a stale holder can change nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Claim {
@@ -372,7 +379,7 @@ impl Claim {
         self
     }
 
-    /// Returns the same claim, which joins or skips the store's queue.
+    /// Returns the same claim with this [`Queueing`].
     #[must_use]
     pub fn with_queueing(mut self, queueing: Queueing) -> Self {
         self.queueing = queueing;
@@ -392,7 +399,7 @@ impl Claim {
         &self.key
     }
 
-    /// Returns the id that the store records as the owner.
+    /// Returns the id by which the store identifies the holder.
     #[must_use]
     pub fn id(&self) -> ClaimId {
         self.id
@@ -433,9 +440,10 @@ impl Claim {
         self
     }
 
-    /// Returns whether a fenced write was begun under the claim and may still be open. If an open
-    /// write blocks the release, the release returns a [blocked](BackendError::as_blocked) error at
-    /// once instead of waiting.
+    /// Returns whether a fenced write was begun under the claim and may still be open. Also true
+    /// after a conversion of the claim was dropped or has failed. If an open write blocks the
+    /// release, the backend waits only briefly and returns a
+    /// [blocked](BackendError::as_blocked) error.
     #[must_use]
     pub fn is_fenced(&self) -> bool {
         self.fenced
@@ -454,9 +462,10 @@ impl Claim {
         self.queueing == Queueing::Join
     }
 
-    /// Returns the number of tokens that a grant reserves, from the granted token on. The next
-    /// grant's token must be larger than all of them. In a [release](LockBackend::release), this is
-    /// the number of tokens that may have been used.
+    /// Returns the number of tokens that a grant reserves, from the granted token on. In a
+    /// [release](LockBackend::release), this is the number of tokens that may have been used. The
+    /// next grant's token must be larger than all reserved tokens, except those that a release
+    /// stated as unused.
     #[must_use]
     pub fn token_block(&self) -> u32 {
         self.token_block
@@ -571,7 +580,9 @@ pub enum Attempt {
     Granted(Grant),
     /// Other claims hold the key, or are before this claim in the queue.
     Busy(Busy),
-    /// The claim is a [conversion](Claim::is_conversion), and its grant has ended.
+    /// The claim is a [conversion](Claim::is_conversion), and its grant has ended. Also the
+    /// response to a conversion that is [restricted](Claim::restricted_to_grant) to an earlier
+    /// grant.
     Gone,
 }
 
@@ -599,8 +610,8 @@ impl Grant {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Busy {
-    /// The remaining time of the holder's lease, after which the engine sends the next attempt.
-    /// `None` if the store does not report this time.
+    /// The remaining time of the holder's lease. The engine sends the next attempt shortly after
+    /// the end of this time, or earlier. `None` if the store does not report this time.
     pub retry_after: Option<Duration>,
     /// A holder, if the store reported one in the same response.
     pub holder: Option<Holder>,
@@ -682,7 +693,7 @@ impl Busy {
     }
 }
 
-/// Checks whether a store's wake-ups arrive. For stores that can detect this.
+/// Checks whether a store's wake-ups arrive. For backends that can detect this.
 ///
 /// A backend implements this for the shared state of its waiters, and adds an `Arc` of it to each
 /// [`Busy`] response with [`Busy::with_wake_check`].
@@ -817,7 +828,7 @@ impl Holder {
 pub struct Finding {
     /// The severity.
     pub severity: Severity,
-    /// The problem, and how to correct it.
+    /// The note, or the problem and how to correct it.
     pub message: String,
 }
 
@@ -828,7 +839,7 @@ impl Finding {
         Self { severity: Severity::Note, message: message.into() }
     }
 
-    /// Creates a finding that weakens the store's promises.
+    /// Creates a finding about a problem that weakens the store's promises.
     #[must_use]
     pub fn warning(message: impl Into<String>) -> Self {
         Self { severity: Severity::Warning, message: message.into() }

@@ -1,4 +1,4 @@
-//! The background releaser: completes jobs whose caller is gone, such as releases. A job is an
+//! The background releaser: runs jobs that their callers do not poll, such as releases. A job is an
 //! opaque future: this module only polls it.
 //!
 //! Submitting a job sends the job to a channel. Sending does not block, spawn or panic, with or
@@ -39,8 +39,8 @@ impl Drop for ReleaserQueue {
 }
 
 impl BackgroundReleaser {
-    /// Returns a background releaser and its task, which runs until the releaser is dropped and all
-    /// jobs are done.
+    /// Returns a background releaser and its task. The task runs until the last clone of the
+    /// releaser is dropped and all jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, receiver) = mpsc::unbounded_channel();
         let queue = ReleaserQueue {
@@ -58,7 +58,8 @@ impl BackgroundReleaser {
         self.submit(job, Some(Arc::clone(&self.0.pending_releases)));
     }
 
-    /// Submits a store call that releases no claim and whose caller is gone.
+    /// Submits a job that releases no claim and that its caller does not poll, such as a store
+    /// call.
     pub(crate) fn submit_call(&self, call: Job) {
         self.submit(call, None);
     }
@@ -71,7 +72,7 @@ impl BackgroundReleaser {
     }
 
     /// Returns the stall detector of the registry. If a future is not polled, the stall detector
-    /// submits its work to this releaser.
+    /// submits the work of that future to this releaser.
     pub(crate) fn stall_detector(&self) -> &StallDetector {
         &self.0.stall_detector
     }

@@ -1,8 +1,9 @@
 //! A blocking API for threads that do not run async code.
 //!
-//! Calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
-//! runtime's tasks. Calls from a thread of `spawn_blocking` return the same error. In such a
-//! thread, use `Handle::block_on` with the async registry.
+//! Blocking calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
+//! runtime's tasks. [`BlockingRegistry::open`] returns [`ConfigError::Invalid`] instead. A thread
+//! of `spawn_blocking` counts as inside a runtime. In such a thread, use `Handle::block_on` with
+//! the async registry.
 
 use std::fmt;
 use std::future::Future;
@@ -28,8 +29,9 @@ use crate::semaphore::Semaphore;
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
 ///
-/// Dropping the last clone, lock or guard blocks until all releases are complete, but at most for
-/// the operation time-out. Inside a runtime, the drop returns at once, and a separate thread waits.
+/// Dropping the last clone, lock, semaphore or guard blocks until all releases are complete, but at
+/// most for the operation time-out. Inside a runtime, the drop returns at once, and a separate
+/// thread waits.
 ///
 /// # Examples
 /// ```

@@ -27,7 +27,7 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 }
 
 /// Splits a call for several claims into one call for each claim. `parts` is the number of claims.
-/// Each part drives the whole call, so one part completes even if the others are dropped.
+/// Each part polls the whole call, so one part completes even if the others are dropped.
 ///
 /// `missing` returns the response for a claim that has none in the backend's result.
 pub(crate) fn split_by_claim<T>(
@@ -113,8 +113,8 @@ impl<T: Send + 'static> Call<T> {
         self.future.take()
     }
 
-    /// Waits for the response for at most `limit`. After `limit`, the caller still has the call. It
-    /// can poll the call again, or drop it, and the background releaser then completes it.
+    /// Waits for the response for at most `limit`. After `limit`, the caller still has the call,
+    /// and can poll it again. If the caller drops the call, the background releaser completes it.
     ///
     /// Only for callers that are certainly polled until they are ready.
     pub(crate) async fn response_within(&mut self, limit: Duration) -> Option<T> {

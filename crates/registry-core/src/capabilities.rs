@@ -1,5 +1,5 @@
-//! The functions and promises of a store, as data. Callers can require capabilities, `lockreg
-//! doctor` prints them, and they select the tests of a store.
+//! The functions and promises of a store, as data. Programs check them, `lockreg doctor` prints
+//! them, and the conformance suite skips the tests of missing capabilities.
 
 use std::fmt;
 use std::time::Duration;
@@ -20,8 +20,8 @@ pub enum GuaranteeClass {
     /// There is one holder as long as no failover, data loss or jump of the store's clock happens.
     /// Fenced writes are safe as long as the tokens survive.
     BestEffort,
-    /// There is one holder and fenced writes are safe, as long as the store's data and wall clock
-    /// survive.
+    /// There is one holder, and fenced writes are safe, as long as the store keeps its data and its
+    /// wall clock does not jump.
     Volatile,
     /// Fenced writes are safe under every fault that the store's data survives. There is one holder
     /// as long as clocks run at about the same *rate*.
@@ -81,8 +81,8 @@ pub struct Capabilities {
     /// grants of the key, by any client. If false, tokens of different processes are not
     /// comparable, so they do not protect a resource.
     pub fencing: bool,
-    /// The store has a queue of claims, across processes. A registry has one claim per key in this
-    /// queue. Its other callers wait locally, so processes take turns.
+    /// The store has a queue of claims, across processes. A registry queues one claim per key at a
+    /// time. Its other callers wait locally, so processes take turns.
     pub fair: bool,
     /// Waiters of all processes queue in the store if they [request](crate::LockOptions::fair) it.
     pub fair_on_request: bool,
@@ -103,8 +103,9 @@ pub struct Capabilities {
     /// [`DistributedLock::waiters`](crate::DistributedLock::waiters) and
     /// [`Registry::list_waiters`](crate::Registry::list_waiters) work.
     pub waiters: bool,
-    /// The poll interval of other programs that share these records, if they poll. The engine then
-    /// waits longer before it acquires a contended lock again, so that these programs find it free.
+    /// The poll interval of other programs that share these records, if they poll. If it is set,
+    /// the engine delays its attempts for a contended lock longer. These programs can then find the
+    /// lock free.
     pub peer_poll: Option<Duration>,
     /// The store keeps the holder's label with a grant, and returns it.
     pub labels: bool,
@@ -117,7 +118,7 @@ pub struct Capabilities {
     /// The longest lease that the store accepts.
     pub lease_max: Duration,
     /// How the engine renews claims. The engine reads this policy again at each grant and before
-    /// each round of renewals. All other values are read once, when a registry is built.
+    /// each round of renewals. All other values are read only when a registry is built.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub renewal: RenewalPolicy,
 }
@@ -134,8 +135,9 @@ pub struct RenewalPolicy {
     pub batch_max: usize,
     /// Renewing one claim of a shard costs as much as renewing all of them. The default is false.
     ///
-    /// If true, a renewal also renews the other claims of the shard, except those whose last
-    /// renewal is less than a twelfth of their lease ago.
+    /// If true, a renewal also renews other claims of the shard, as far as
+    /// [`batch_max`](Self::batch_max) permits. It does not renew claims whose last renewal is less
+    /// than a twelfth of their lease ago.
     pub renews_whole_shard: bool,
     /// The time from a grant to the first verification of its claim, if the claim is still held. A
     /// verification is an early renewal. The default, `None`, adds no verification to the renewals.

@@ -1,10 +1,10 @@
 //! The engine's clock: tokio's clock plus the time for which this host was suspended.
 //!
-//! `Instant` does not advance while a machine is suspended, so a resumed holder would still trust
-//! an expired lease. On Linux and Android, the suspended time is the difference between the
-//! kernel's clocks `CLOCK_BOOTTIME` and `CLOCK_MONOTONIC`. On other systems, the suspended time
-//! counts as zero. The engine's clock is the sum of tokio's clock and this time, so in tests it
-//! follows tokio's paused time. This module reads no wall clock.
+//! On many systems, `Instant` does not advance while the machine is suspended. By that clock alone,
+//! a resumed holder would still trust an expired lease. On Linux and Android, the suspended time is
+//! the difference between the kernel's clocks `CLOCK_BOOTTIME` and `CLOCK_MONOTONIC`. On other
+//! systems, the suspended time counts as zero. The engine's clock is the sum of tokio's clock and
+//! this time, so in tests it follows tokio's paused time. This module reads no wall clock.
 
 use std::future::poll_fn;
 use std::mem;
@@ -35,9 +35,9 @@ pub(crate) async fn sleep(span: Duration) {
 
 /// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
-/// This clock follows tokio's clock, including paused time in tests. It also counts the time for
-/// which the host is suspended. A backend uses a `Moment` as the time after which it must not rely
-/// on an earlier response.
+/// This clock follows tokio's clock, including paused time in tests. On Linux and Android, it also
+/// counts the time for which the host is suspended. A backend uses a `Moment` as the time after
+/// which it must not rely on an earlier response.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
 
@@ -70,7 +70,7 @@ impl Moment {
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
     }
 
-    /// Returns this time plus `span`. Saturates about 290 years from now.
+    /// Returns this time plus `span`. Saturates about 290 years after the clock's origin.
     #[must_use]
     pub fn after(self, span: Duration) -> Self {
         Self(self.0.saturating_add(nanos(span)))

@@ -40,7 +40,7 @@ pub struct StoreKind {
     pub name: &'static str,
     /// The store's options, in groups. Rows with the same name apply to different schemes.
     pub options: &'static [&'static [OptionRow]],
-    /// Parses a URL without its query.
+    /// Parses a URL, but not its query.
     pub parse: fn(&UrlParts<'_>) -> Result<Box<dyn BackendConfig>, BackendError>,
 }
 
@@ -160,7 +160,7 @@ pub trait BackendConfig: OpenBackend {
     }
 }
 
-/// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that
+/// Parses `url`, for `from_url` of a backend's configuration. Sets the options of the query that
 /// are in `allowed`. Any other option is an error.
 ///
 /// # Errors
@@ -192,8 +192,8 @@ pub fn from_url<C: BackendConfig>(
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct OptionRow {
-    /// The option's name in URLs and files. The environment variable is `LOCK_REGISTRY_` and the
-    /// name in capital letters.
+    /// The option's name in URLs and files. The environment variable is `LOCK_REGISTRY_` followed
+    /// by the name in capital letters.
     pub name: &'static str,
     /// The accepted values.
     pub values: Values,
@@ -217,7 +217,7 @@ pub enum Values {
         /// The maximum.
         max: Duration,
     },
-    /// `true` or `false`.
+    /// `true` or `false`. `on` and `off` mean the same.
     Switch,
     /// A whole number.
     Count {
@@ -402,7 +402,7 @@ impl OptionRow {
         problem.map_or(Ok(()), |problem| Err(InvalidValue::new(problem)))
     }
 
-    /// Returns a sentence that lists the names of a choice that stores of `scheme` support.
+    /// Returns the sentence `SCHEME stores support VALUES`, with the values of this option.
     #[must_use]
     pub fn describe_supported(&self, scheme: &str) -> String {
         let list = match self.values {
@@ -416,7 +416,7 @@ impl OptionRow {
     }
 
     /// Returns `value` for messages, with times and numbers in their usual format. Returns `None`
-    /// if `value` may be a secret.
+    /// if `value` may be a secret, or is not a valid time or number.
     #[must_use]
     pub fn non_secret_value(&self, value: &str) -> Option<String> {
         match self.values {

@@ -16,7 +16,7 @@ use crate::release::{PendingRelease, release_in_background};
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released
-    /// the key, and blocks new ones meanwhile. The lock stays held while this waits.
+    /// the key. This wait blocks new shared holders. The lock stays held during the wait.
     ///
     /// The new token is larger than those of all earlier readers.
     ///
@@ -24,9 +24,10 @@ impl LockGuard {
     /// [`LockError::InvalidConversion`] if the lock is not
     /// [upgradable](crate::DistributedLock::upgradable), or if it has other guards.
     /// [`LockError::Unsupported`] if the store has no upgradable locks. [`LockError::Lost`] if the
-    /// lock was lost. [`LockError::Backend`] for a store error that a retry cannot resolve.
-    /// [`LockError::Closed`] if the registry is closed during the wait. After an error, this guard
-    /// is dropped, which releases the lock unless it has other guards.
+    /// lock was lost. [`LockError::Backend`] for a store error that a retry cannot resolve. Other
+    /// store errors are retried while the lock is held. [`LockError::Closed`] if the registry is
+    /// closed during the wait. After an error, this guard is dropped, which releases the lock
+    /// unless it has other guards.
     ///
     /// # Cancel safety
     /// If the future is dropped, the lock is released in the background.
@@ -151,9 +152,10 @@ impl Conversion {
             .restricted_to_grant(grant.first_token());
         let key = claim.key().clone();
         let mut failures = 0;
+        let mut may_repeat_at_once = true;
         let waiting_since = Moment::now();
         let mut registration = WaiterRegistration::new(&engine, &claim);
-        // Ends with the conversion, at the deadline, with a permanent error, with the lease, or
+        // Ends when the lock is converted or lost, at the deadline, after a permanent error, or
         // when the registry closes.
         loop {
             if let Some(reason) = grant.loss() {
@@ -210,6 +212,10 @@ impl Conversion {
                     let claim = grant.claim_to_release();
                     release_in_background(PendingRelease::new(engine, claim));
                     return Err(lost_error(&key, LostReason::Gone));
+                }
+                Err(error) if error.is_stale_connection() && may_repeat_at_once => {
+                    may_repeat_at_once = false;
+                    continue;
                 }
                 Err(error) => error,
             };

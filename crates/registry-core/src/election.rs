@@ -1,9 +1,10 @@
 //! Leader election: at most one candidate of a role runs its work at a time, across all processes.
 //!
 //! The leader is the holder of the role's lock. The role's value block contains a record: the
-//! leader and the start of its term. A candidate acquires the lock, writes this record, and runs
-//! the work. To step down, it signals the work, waits until the work ends, writes that the role is
-//! vacant, and releases the lock. Only then does it report [`Leadership::Follower`].
+//! leader's label and data, and the start of its term. A candidate acquires the lock, writes this
+//! record, and runs the work. To step down, it signals the work, and waits until the work ends, for
+//! at most the rest of the lease. It then writes that the role is vacant, releases the lock, and
+//! reports [`Leadership::Follower`].
 
 use std::convert::Infallible;
 use std::fmt;
@@ -28,8 +29,8 @@ use crate::options::LockOptions;
 use crate::owner::Owner;
 use crate::value::LockValue;
 
-/// A role that one candidate holds at a time, from
-/// [`LockRegistryExt::election`](crate::LockRegistryExt::election).
+/// A candidate for a role, from [`LockRegistryExt::election`](crate::LockRegistryExt::election). At
+/// most one candidate of a role leads at a time.
 ///
 /// Clones are the same candidate. A handle on which [`run`](Self::run) is not called can still
 /// observe the role.
@@ -50,7 +51,7 @@ struct Candidate {
     leadership: watch::Sender<Leadership>,
     /// Signals the current term to stop.
     stop_sender: Mutex<Option<watch::Sender<bool>>>,
-    /// Locked while the candidate campaigns or leads.
+    /// Locked while [`Election::run_term`] campaigns or leads.
     running: tokio::sync::Mutex<()>,
 }
 
@@ -131,12 +132,12 @@ impl Election {
     /// Sets the priority of this candidate. When the role becomes vacant, candidates with a
     /// priority leave it to a waiting candidate whose priority is higher.
     ///
-    /// A priority is a preference, not a guarantee. A candidate leaves the role to others for at
-    /// most the length of a lease; then it leads. A leader does not step down for a candidate with
-    /// a higher priority. Candidates without a priority ignore the priorities of others. The store
-    /// must have [shared locks](crate::Capabilities::shared), [labels](crate::Capabilities::labels)
-    /// and [holders](crate::Capabilities::inspect). While it campaigns, a candidate holds the
-    /// shared lock of the key `ROLE/candidates`.
+    /// A priority is a preference, not a guarantee. If no other candidate becomes leader for the
+    /// length of a lease, the candidate takes the role nevertheless. A leader does not step down
+    /// for a candidate with a higher priority. Candidates without a priority ignore the priorities
+    /// of others. The store must have [shared locks](crate::Capabilities::shared),
+    /// [labels](crate::Capabilities::labels) and [holders](crate::Capabilities::inspect). While it
+    /// campaigns, a candidate with a priority holds the shared lock of the key `ROLE/candidates`.
     #[must_use]
     pub fn priority(mut self, priority: u32) -> Self {
         self.priority = Some(priority);
@@ -155,9 +156,10 @@ impl Election {
     ///
     /// If the term is lost, `work` is dropped at its current `.await`. To clean up after a loss,
     /// await [`Term::lost`] in another task, which must not write without the fencing token. After
-    /// [`step_down`](Self::step_down), and while the registry closes, `work` has the rest of the
-    /// lease to end. Of several `run` calls on clones, only one campaigns or leads at a time. After
-    /// each term, the next call takes its turn.
+    /// [`step_down`](Self::step_down), `work` has the rest of the lease to end. The same applies
+    /// while the registry closes, but at most until the time limit of the close. Of several `run`
+    /// calls on clones, only one campaigns or leads at a time. After each term, the next waiting
+    /// call campaigns.
     ///
     /// # Errors
     /// Returns `Ok` when the registry is closed. [`LockError::Unsupported`] if the store has no
@@ -166,7 +168,7 @@ impl Election {
     /// [`LockError::ForeignValue`], which a retry cannot resolve.
     ///
     /// # Cancel safety
-    /// Dropping the future drops `work`. The background releaser releases the lock and reports
+    /// Dropping the future drops `work`. The background releaser releases the lock and sends
     /// [`Leadership::Follower`].
     ///
     /// # Panics
@@ -245,10 +247,13 @@ impl Election {
     ///
     /// # Errors
     /// As [`DistributedLock::lock`], [`DistributedLock::value`] and [`LockGuard::set_value`].
-    /// [`LockError::Lost`] if the term was lost before `work` ended. Otherwise as
-    /// [`run`](Self::run).
+    /// [`LockError::Lost`] if the term was lost before `work` ended. [`LockError::Closed`] if the
+    /// registry is closed. Otherwise as [`run`](Self::run).
     ///
     /// # Cancel safety
+    /// As [`run`](Self::run).
+    ///
+    /// # Panics
     /// As [`run`](Self::run).
     pub async fn run_term<F: Future>(
         &self,
@@ -370,9 +375,9 @@ impl Election {
     }
 
     /// Holds the shared lock of the candidates until the future is dropped. Each call uses a new
-    /// owner: with a shared owner, the candidate would re-enter the hold of another candidate,
-    /// whose label is another priority. Without the lock, the candidate campaigns nevertheless, so
-    /// errors are only retried.
+    /// owner. With the owner of another candidate, this candidate would re-enter that candidate's
+    /// hold, whose label is another priority. Without the lock, the candidate campaigns
+    /// nevertheless, so errors are only retried.
     async fn announce(&self, priority: u32) -> Infallible {
         let mut options = LockOptions::new().label(priority.to_string()).owner(&Owner::new());
         options.lease = self.options.lease;
@@ -434,11 +439,14 @@ impl Election {
     }
 
     /// Signals the work of the current term to stop. During a campaign, the next term ends before
-    /// its work begins. Returns whether this candidate leads or campaigns.
+    /// its work begins. Returns whether this candidate leads or campaigns, in [`run`](Self::run) or
+    /// [`run_term`](Self::run_term).
     ///
     /// The work has the rest of the lease to end. The role is free when
     /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
-    /// campaigns again; in a fair store, behind all waiting candidates.
+    /// campaigns again. If the store is [fair](crate::Capabilities::fair), also [on
+    /// request](crate::Capabilities::fair_on_request), this candidate queues behind all waiting
+    /// candidates.
     pub fn step_down(&self) -> bool {
         self.candidate.stop_sender().as_ref().is_some_and(|stop| stop.send(true).is_ok())
     }
@@ -544,7 +552,8 @@ struct ReportedTerm {
     background: BackgroundReleaser,
 }
 
-/// Sends `Follower` when it is dropped, unless another term has begun.
+/// Sends `Follower` when it is dropped, unless another term has begun. Emits
+/// [`LockEvent::LeadershipEnded`] in any case.
 struct FollowerOnDrop {
     candidate: Arc<Candidate>,
     local_lock: Arc<LocalLock>,

@@ -52,7 +52,8 @@ pub(crate) struct Engine {
     pub(crate) active_grants: ActiveCount,
     /// The number of pending claims. Each has or may soon have a request in flight.
     pub(crate) pending_claims: ActiveCount,
-    /// Set when the registry begins to close. Acquisitions that begin after that send no request.
+    /// Set when the registry begins to close, or when its runtime has shut down. Acquisitions that
+    /// begin after that send no request.
     pub(crate) closing: OneShotEvent,
     /// Set when the time limit of `close` is over. Waits that would delay `close` further then end.
     pub(crate) close_limit_reached: OneShotEvent,

@@ -1,6 +1,6 @@
-//! Errors, classified by what the caller can do about them. If the lock is held, most methods
-//! report this as the value `Ok(None)`. Only methods that must return a guard report it as an
-//! error, [`LockError::WaitElapsed`].
+//! Errors, classified by what the caller can do about them. If the lock is held until the deadline,
+//! methods whose names begin with `try_` return the value `Ok(None)`. Only methods that must return
+//! a guard return an error, [`LockError::WaitElapsed`].
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -52,7 +52,7 @@ pub enum LockError {
     },
     /// The key is invalid. Nothing was sent to the store.
     InvalidKey(InvalidKey),
-    /// An option is out of range. Nothing was sent to the store.
+    /// An option has an invalid value. Nothing was sent to the store.
     InvalidOption(InvalidOption),
     /// The store does not support the operation.
     #[non_exhaustive]
@@ -194,11 +194,11 @@ impl From<InvalidOption> for LockError {
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum LostReason {
-    /// The lease ran out before a renewal was confirmed: the store or the network failed, or this
-    /// process was suspended.
+    /// The lease ran out before a renewal was confirmed: the store or the network failed, this
+    /// process was suspended, or [`auto_renew`](crate::LockOptions::auto_renew) is off.
     Expired,
-    /// The store reports that the claim does not hold the key any more: it expired there, or a
-    /// client forced its release.
+    /// The store reports that the claim does not hold the key any more: it expired there, a client
+    /// forced its release, or the store lost its data.
     Gone,
     /// The lock was held for its `max_hold`.
     MaxHold,
@@ -219,7 +219,7 @@ impl fmt::Display for LostReason {
 
 impl StdError for LostReason {}
 
-/// An option that is out of range, and how to correct it.
+/// An option with an invalid value, and how to correct it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{option} of {given} {problem}")]
 #[non_exhaustive]
@@ -325,7 +325,7 @@ pub enum BackendErrorKind {
     /// retries an acquisition until its deadline. Without a deadline, it retries for the length of
     /// a lease.
     Transient,
-    /// The store rejects this client: wrong password, missing grant, read-only file.
+    /// The store rejects this client: wrong password, missing privilege, read-only file.
     Denied,
     /// The store is not set up for this client: missing table, missing folder, wrong schema
     /// version, eviction policy.
@@ -518,10 +518,10 @@ impl StdError for BackendError {
 pub enum ConfigError {
     /// A value or a combination of values is invalid. The message says how to correct it.
     Invalid(String),
-    /// No option, variable, URL scheme or layout has this name.
+    /// No option, variable or URL scheme has this name.
     #[non_exhaustive]
     Unknown {
-        /// The kind of the name: `option`, `variable`, `scheme` or `layout`.
+        /// The kind of the name: `option`, `variable` or `scheme`.
         what: &'static str,
         /// The name that was given.
         given: String,

@@ -87,14 +87,14 @@ pub enum LockEvent<'a> {
     /// A held lock was lost. Its holder has been notified.
     #[non_exhaustive]
     Lost { key: &'a str, mode: ClaimMode, token: FencingToken, reason: LostReason },
-    /// The store confirmed a release.
+    /// The store confirmed the release of a held lock.
     #[non_exhaustive]
     Released { key: &'a str, mode: ClaimMode, held_for: Duration },
     /// A release failed. If the error is transient, the engine repeats the release until its
     /// outcome is known or the lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, mode: ClaimMode, error: &'a BackendError },
-    /// A claim could not be released, so its key stays locked until its lease ends. Possible
+    /// A claim could not be released, so its key may stay locked until its lease ends. Possible
     /// causes: the store did not respond for the length of the lease or refused the release, or
     /// `close` ended before a `min_hold`.
     #[non_exhaustive]
@@ -106,7 +106,7 @@ pub enum LockEvent<'a> {
     /// [`LeadershipEnded`](Self::LeadershipEnded) follows.
     #[non_exhaustive]
     LeadershipBegan { key: &'a str, token: FencingToken },
-    /// A leader has stepped down or lost its term.
+    /// A leader has stepped down or lost its term, or the future of its term was dropped.
     #[non_exhaustive]
     LeadershipEnded { key: &'a str, token: FencingToken },
     /// A tick of the job `key` ended, or a call ran no tick. `completed_at` is the time at which
@@ -138,7 +138,7 @@ pub enum AcquireEnd {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HoldEnd {
-    /// The last guard was dropped or converted.
+    /// The last guard was unlocked, dropped or converted.
     Released,
     /// The lock was lost.
     Lost(LostReason),
@@ -152,7 +152,7 @@ pub enum ReleaseEnd {
     Released,
     /// The claim passed to the next caller of this process.
     HandedOver,
-    /// The outcome is unknown, and the claim ends with its lease.
+    /// The outcome is unknown, and the claim ends with its lease at the latest.
     Failed,
 }
 

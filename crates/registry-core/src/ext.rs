@@ -83,8 +83,9 @@ pub trait LockRegistryExt: LockRegistry {
     /// the key locked with [`LockOptions::min_hold`].
     ///
     /// # Errors
-    /// As [`execute_locked`](Self::execute_locked). [`LockError::InvalidOption`], before any I/O,
-    /// if the store does not accept the value of an option.
+    /// Those of [`DistributedLock::lock_with`](crate::DistributedLock::lock_with), except
+    /// [`LockError::WaitElapsed`]. [`LockError::Lost`] and a failed release as in
+    /// [`execute_locked`](Self::execute_locked).
     ///
     /// # Cancel safety
     /// As [`execute_locked`](Self::execute_locked).
@@ -110,7 +111,7 @@ pub trait LockRegistryExt: LockRegistry {
 
 impl<R: LockRegistry + ?Sized> LockRegistryExt for R {}
 
-/// The outcome of [`LockRegistryExt::execute_locked`].
+/// The outcome of [`LockRegistryExt::execute_locked`] and [`LockRegistryExt::execute_locked_with`].
 #[derive(Debug)]
 #[must_use = "the release may have failed, which only `unlocked` reports"]
 #[non_exhaustive]

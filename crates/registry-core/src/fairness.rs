@@ -50,7 +50,8 @@ pub(crate) struct Fairness {
 
 #[derive(Debug, Clone, Copy)]
 struct FairnessLimits {
-    /// The longest pause: within this time, every waiting process notices that the key is free.
+    /// The longest pause. With the default poll interval, every waiting process notices within this
+    /// time that the key is free.
     pause_max: Duration,
     /// The holding time of an uncontended key after which the process pauses.
     uncontended_hold_max: Duration,

@@ -10,9 +10,10 @@ use std::str::FromStr;
 /// smaller than its largest token so far. Once a later holder has written, the resource thus
 /// rejects the writes of a holder that was paused beyond its lease.
 ///
-/// The tokens of one key strictly grow across clients, expiry, release and restart. A token fits
-/// into 63 bits, so that a signed database column can store it. Tokens of different keys are not
-/// comparable.
+/// The tokens of the grants of one key strictly grow across clients, expiry, release and restart.
+/// The exception is a store without [`Capabilities::fencing`](crate::Capabilities::fencing). A
+/// token fits into 63 bits, so that a signed database column can store it. Tokens of different keys
+/// are not comparable.
 ///
 /// The idea is Chubby's sequencer (Burrows, OSDI 2006) and Kleppmann's fencing token (2016).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,8 +1,9 @@
 //! One active grant: its lease, its state, and its end.
 //!
-//! A grant ends when its last guard is dropped ([`ActiveGrant::end_hold`]) or when it is lost
-//! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end
-//! and pass the claim to the next local caller.
+//! A grant ends when its last guard is removed ([`ActiveGrant::end_hold`]), when it is lost
+//! ([`ActiveGrant::lose`]), or when its mode is converted ([`ActiveGrant::convert`]), whichever is
+//! first. After `end_hold`, a hand-over can revert the end and pass the claim to the next local
+//! caller.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -105,8 +106,8 @@ enum GrantPhase {
 const LOSS_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 impl ActiveGrant {
-    /// Creates the active grant and schedules its renewal. Returns the arguments if the lease was
-    /// over before the store's response arrived.
+    /// Creates the active grant and schedules its renewal. Returns `permit`, `claim` and `options`
+    /// if the lease was over before the store's response arrived.
     pub(crate) fn start(
         mut permit: LocalPermit,
         claim: Claim,
@@ -395,7 +396,8 @@ impl ActiveGrant {
     }
 
     /// Requests a notification of a loss. If `notify_loss` swaps the flag before this call, the
-    /// caller's next check of the state sees the loss. If it swaps the flag later, it notifies.
+    /// caller's next check of the state sees the loss. If `notify_loss` swaps the flag later, it
+    /// notifies the caller.
     pub(crate) fn register_loss_waiter(&self) {
         self.has_loss_waiter.swap(true, Ordering::AcqRel);
     }
@@ -409,7 +411,7 @@ impl ActiveGrant {
 
     /// Ends the claim because it is lost: notifies the holder, passes on the local permit, and
     /// releases a claim that the store may still have. After `MaxHold` and `Closed`, the permit
-    /// passes on only after this release. Returns false if the claim had ended before.
+    /// passes on only after this release. Returns false if the claim has ended or is ending.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (permit, lease_length) = {
             let mut state = self.state();
@@ -597,6 +599,13 @@ impl ActiveGrant {
         if !mutated(Mutant::RenewAfterRelease) {
             self.cancel_timer(&mut self.state());
         }
+    }
+
+    /// Returns whether an invalidation has not been verified yet, or the store has reported that the
+    /// claim is gone while its release was beginning.
+    pub(crate) fn may_be_gone(&self) -> bool {
+        let state = self.state();
+        state.gone_while_ending || state.lease.is_suspect()
     }
 
     /// Returns the remaining time of `min_hold`.
@@ -815,8 +824,8 @@ pub(crate) struct EndingGrant {
 
 impl EndingGrant {
     /// Hands the claim over to the next local caller, without a request to the store, and returns
-    /// `None`. If no caller waits or a hand-over is not allowed, this removes the claim from the
-    /// lease renewer's schedule and returns `self`.
+    /// `None`. If no caller can receive the claim or a hand-over is not allowed, this removes the
+    /// claim from the lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let grant = self.grant.take()?;
         // If this grant has no permit, another local caller may have the permit and compete in the

@@ -31,21 +31,23 @@ use crate::release::{PendingRelease, ReleaseOutcome, release_claim};
 /// A held lock. It is certainly held as long as [`is_held`](Self::is_held) returns true.
 ///
 /// The guard borrows nothing and may be moved between tasks and threads. While it lives, the lease
-/// renewer extends the lease. Release the lock with [`unlock`](Self::unlock), which waits for the
-/// store's response and reports whether the lock was lost. Dropping the guard also releases the
-/// lock: it passes the release to the registry's background releaser. The drop does not block and
-/// reports no error, inside or outside a runtime.
+/// renewer extends the lease, unless the lock was acquired without
+/// [`auto_renew`](crate::LockOptions::auto_renew). Release the lock with [`unlock`](Self::unlock),
+/// which waits for the store's response and reports whether the lock was lost. Dropping the guard
+/// also releases the lock: it passes the release to the registry's background releaser. The drop
+/// does not block and reports no error, inside or outside a runtime.
 ///
 /// A lease can end while its holder still works: the process was paused, the network was down, or
 /// another client forced the release. Wait for [`lost`](Self::lost), or wrap the work in
 /// [`protect`](Self::protect). Also send the [`fencing_token`](Self::fencing_token) with each
 /// write: only the token protects data against a holder that has not noticed the loss yet.
 ///
-/// A leaked guard (`mem::forget`) is renewed until the registry is closed, unless the lock was
-/// acquired with [`max_hold`](crate::LockOptions::max_hold).
+/// The lease of a leaked guard (`mem::forget`) is renewed until the registry is closed. With
+/// [`max_hold`](crate::LockOptions::max_hold), or without
+/// [`auto_renew`](crate::LockOptions::auto_renew), the lock is lost earlier.
 #[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct LockGuard {
-    /// `None` only once `unlock` or `drop` has consumed the guard.
+    /// `None` only once `unlock`, `drop` or a conversion has consumed the guard.
     hold: Option<Arc<Hold>>,
 }
 
@@ -80,7 +82,8 @@ impl LockGuard {
     /// the lock is lost, this is the time of the call.
     ///
     /// The lease counts from before the request was sent, less a margin of 1 % and 2 ms for clocks
-    /// that run at different rates. The clock includes the time for which this host is suspended.
+    /// that run at different rates. On Linux and Android, the clock includes the time for which
+    /// this host is suspended.
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         let now = Moment::now();
@@ -190,18 +193,21 @@ impl LockGuard {
     /// Releases the lock. Waits until the store has freed the key, or the claim has passed to the
     /// next local caller.
     ///
-    /// If other guards from [`reenter`](Self::reenter) are alive, or other readers of this process
-    /// share the grant, only this guard ends. If the [`min_hold`](crate::LockOptions::min_hold) is
-    /// not over, this returns without waiting for its end; the background releaser then frees the
-    /// key. If the lease would end before the `min_hold`, this first waits for a renewal.
+    /// If other guards of the same hold are alive, or other readers of this process share the
+    /// grant, only this guard ends. Further guards of a hold come from [`reenter`](Self::reenter),
+    /// or from an acquisition by the same [`Owner`]. If the
+    /// [`min_hold`](crate::LockOptions::min_hold) is not over, this returns without waiting for its
+    /// end; the background releaser then frees the key. If the lease would end before the
+    /// `min_hold`, this first waits for a renewal.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
-    /// [`LockError::Backend`] if the store did not confirm the release in time. The background
-    /// releaser retries a release that may still succeed. If no retry succeeds, the lock ends with
-    /// its lease. Some stores cannot free a key while a fenced transaction is open. For these,
-    /// `unlock` returns [`LockError::Backend`] at once, and the background releaser frees the key
-    /// after the transaction.
+    /// [`LockError::Backend`] if the store did not confirm the release within the operation
+    /// time-out, or at once for an error that a retry cannot resolve. The background releaser
+    /// retries a release that may still succeed. If no retry succeeds, the lock ends with its
+    /// lease. Some stores cannot free a key while a fenced transaction is open. For these, `unlock`
+    /// returns [`LockError::Backend`] at once, and the background releaser frees the key after the
+    /// transaction.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
@@ -212,7 +218,7 @@ impl LockGuard {
         }
     }
 
-    /// Ends this guard. Returns the grant to release if it has no other guards.
+    /// Ends this guard. Returns the grant to release, or `None` if the grant has other guards.
     fn end(mut self) -> Result<Option<EndingGrant>, LockError> {
         let Some(hold) = self.hold.take() else {
             return Ok(None);
@@ -389,8 +395,7 @@ async fn release_ending(ending: EndingGrant) -> Result<(), LockError> {
     let engine = ending.grant().engine();
     if !ending.grant().min_hold_left().is_zero() {
         let (engine, key) = (Arc::clone(engine), ending.grant().claim().key().clone());
-        let released = Box::pin(release_after_min_hold(ending, &engine)).await;
-        return released.map_err(|reason| lost_error(&key, reason));
+        return Box::pin(release_after_min_hold(ending, &engine, &key)).await;
     }
     let claim = ending.claim();
     let background = engine.background.clone();
@@ -423,7 +428,7 @@ async fn finish_release(
     Box::pin(release_in_flight(ending, claim, release)).await
 }
 
-/// Makes the background releaser hand the claim over, or release it.
+/// Makes the background releaser hand the claim over or release the claim.
 fn release_or_hand_over_in_background(engine: &Engine, ending: EndingGrant) {
     drop(release_call(engine, async move {
         match ending.hand_over() {
@@ -485,12 +490,20 @@ async fn wait_for_outcome(
     unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    match job.response_within_even_if_unpolled(limit, unpolled_max).await {
-        Some(ReleaseOutcome::Freed) => Ok(()),
+    let outcome = job.response_within_even_if_unpolled(limit, unpolled_max).await;
+    release_result(
+        outcome.unwrap_or_else(|| ReleaseOutcome::Unknown(engine.no_response_error())),
+        key,
+    )
+}
+
+/// Converts the outcome of a release to the result of `unlock`.
+fn release_result(outcome: ReleaseOutcome, key: &Key) -> Result<(), LockError> {
+    match outcome {
+        ReleaseOutcome::Freed => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
-        Some(ReleaseOutcome::NotHeld) => Err(lost_error(key, LostReason::Gone)),
-        Some(ReleaseOutcome::Unknown(error)) => Err(store_error("release", key.as_str(), error)),
-        None => Err(store_error("release", key.as_str(), engine.no_response_error())),
+        ReleaseOutcome::NotHeld => Err(lost_error(key, LostReason::Gone)),
+        ReleaseOutcome::Unknown(error) => Err(store_error("release", key.as_str(), error)),
     }
 }
 
@@ -498,7 +511,11 @@ async fn wait_for_outcome(
 ///
 /// If the lease ends before that, waits for a first renewal: the key must stay locked even if this
 /// process ends right after the call.
-async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
+async fn release_after_min_hold(
+    ending: EndingGrant,
+    engine: &Engine,
+    key: &Key,
+) -> Result<(), LockError> {
     let (first_renewal_sender, first_renewal) = oneshot::channel();
     let limit = engine.defaults.operation_timeout;
     let unpolled_max = ending.grant().lease_length();
@@ -509,10 +526,15 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
-        _ = job.response_within_even_if_unpolled(limit, unpolled_max) => Ok(()),
+        // The claim was lost, or its `min_hold` has ended meanwhile.
+        outcome = job.response_within_even_if_unpolled(limit, unpolled_max) => {
+            outcome.map_or(Ok(()), |outcome| release_result(outcome, key))
+        }
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
-        outcome = first_renewal => outcome.unwrap_or(Ok(())),
+        outcome = first_renewal => {
+            outcome.unwrap_or(Ok(())).map_err(|reason| lost_error(key, reason))
+        }
     }
 }
 
@@ -537,6 +559,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         engine: &engine,
         end: Moment::now().after(min_hold_left),
         valid_until: grant.valid_until(),
+        may_be_gone: grant.may_be_gone(),
         current_epoch: || grant.local_lock().invalidation_epoch(),
     };
     if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal_sender).await {

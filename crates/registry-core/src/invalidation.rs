@@ -29,13 +29,15 @@ use crate::key::Key;
 ///
 /// A claim is not renewed if its holder has disabled renewal, or if its lease ends with its
 /// `max_hold`. The verification of such a claim must not extend its lease. It therefore requests
-/// the shortest lease that the store accepts.
+/// the shortest lease that the store accepts. If the rest of the lease is not longer than that, no
+/// verification is sent.
 ///
-/// A claim has one verification at a time: the next one waits for the response to the last one, at
-/// most for the operation time-out. Notifications during a verification cause one more
-/// verification. Verifications of one claim are at least 10 ms apart. This interval grows while
-/// notifications continue without a pause. Its maximum is one second or a twentieth of the lease,
-/// whichever is shorter.
+/// A claim has one verification at a time: the next one waits for the response to the last one.
+/// This wait lasts at most for the operation time-out or a sixth of the lease, whichever is
+/// shorter. After four verifications without a response, the registry first waits for a response.
+/// Notifications during a verification cause one more verification. Verifications of one claim are
+/// at least 10 ms apart. This interval grows while notifications continue without a pause. Its
+/// maximum is one second or a twentieth of the lease, whichever is shorter, but at least 20 ms.
 ///
 /// If a verification fails with a store error, the registry retries it after the same pause as a
 /// renewal. A further notification shortens this pause. A notification for a key that this registry
@@ -69,7 +71,8 @@ impl Invalidations {
     }
 
     /// Returns whether the registry still accepts notifications. The registry accepts none after it
-    /// or its runtime has ended. This state is final, and the handle can then be dropped.
+    /// is closed or its runtime has shut down. This state is final, and the handle can then be
+    /// dropped.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.0.upgrade().is_some_and(|queue| queue.is_open())

@@ -9,7 +9,8 @@
 //! hand-overs call this module.
 //!
 //! A grant ([`ActiveGrant`]) belongs to this process. A hold ([`Hold`]) is the use of a grant by
-//! one holder. Only a shared grant can have several holds. Each hold has one or more guards.
+//! one holder. Only a shared grant can have several holds at the same time. Each hold has one or
+//! more guards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -121,8 +122,8 @@ impl LocalLocks {
         }
     }
 
-    /// Frees memory if less than a quarter of the table is used. The amortised cost is
-    /// one moved entry per removal.
+    /// Frees memory if less than a quarter of the table is used. The amortised cost is a constant
+    /// number of moved entries per removal.
     fn shrink(&self) {
         self.removals.store(0, Ordering::Relaxed);
         let (alive, capacity) = (self.local_locks.len(), self.local_locks.capacity());
@@ -154,7 +155,7 @@ impl fmt::Debug for LocalLocks {
 /// memory is saved.
 const REMOVALS_BEFORE_SHRINK_CHECK_MIN: usize = 16_384;
 
-/// The minimum growth of [`WaitQueue::unreceived_guards`].
+/// The minimum number of entries by which [`WaitQueue::unreceived_guards`] grows.
 const UNRECEIVED_GROWTH_MIN: usize = 16;
 
 /// A local lock: the state that all callers of one key in one registry share.
@@ -399,8 +400,8 @@ impl LocalLock {
     }
 
     /// Waits for the local permit, a hand-over, or a shared grant to join. If `owner` already holds
-    /// the lock, re-enters at once, or returns [`NotAdmitted::HeldByOwner`] if the held mode does not
-    /// include the requested one.
+    /// the lock in a mode that includes the requested one, re-enters at once. Returns
+    /// [`NotAdmitted::HeldByOwner`] if the held mode excludes the requested one.
     ///
     /// If the permit is taken, a caller that does not wait gets an extra permit outside of the
     /// queue, unless its mode is exclusive. The store may grant its claim even while another caller
@@ -501,8 +502,8 @@ impl LocalLock {
         }
     }
 
-    /// Records `hold` for re-entry by its owner, and sends guards to the waiters of this owner. Does
-    /// nothing for a hold without an owner. Called while the first guard of `hold` exists.
+    /// Records `hold` for re-entry by its owner, and sends guards to the waiters of this owner.
+    /// Does nothing for a hold without an owner. Called while the first guard of `hold` exists.
     pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
@@ -515,8 +516,8 @@ impl LocalLock {
         }
     }
 
-    /// Hands the claim over to the first waiter if that waiter requested `options`. Returns false
-    /// otherwise.
+    /// Hands the claim over to the first waiter if that waiter requested `options`. Returns whether
+    /// it did.
     ///
     /// `new_guard` creates the guard for the waiter's owner, or returns `None` if the claim can no
     /// longer be handed over. The grant keeps the local permit.
@@ -624,7 +625,8 @@ impl LocalLock {
     }
 
     fn wait_queue(&self) -> MutexGuard<'_, WaitQueue> {
-        // No code panics between two assignments to the queue, so it is consistent if poisoned.
+        // No code panics between two assignments to the queue, so the queue is consistent even if
+        // its mutex is poisoned.
         self.wait_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -671,8 +673,8 @@ impl WaitQueue {
         self.joinable_grant.upgrade()?.join(options, owner.cloned())
     }
 
-    /// Records a sent guard. Before the vector grows, this removes the guards that were received. Its
-    /// size is thus limited by the guards that are not yet received, not by all sent guards.
+    /// Records a sent guard. Before the vector grows, this removes the guards that were received.
+    /// The guards that are not yet received thus limit the size of the vector.
     fn record_unreceived_guard(&mut self, sent: SentAdmission) {
         let guards = &mut self.unreceived_guards;
         if guards.len() == guards.capacity() {

@@ -59,11 +59,11 @@ impl DistributedLock {
     /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise when all
     /// attempts have failed for the length of a lease. [`LockError::HeldByOwner`] if the
     /// [owner](crate::Owner) of the caller already holds the lock in a mode that excludes this one.
-    /// [`LockError::InvalidKey`] before any I/O. [`LockError::Closed`].
+    /// [`LockError::InvalidKey`] before any I/O. [`LockError::Closed`] if the registry is closed.
     ///
     /// # Cancel safety
-    /// Dropping the future gives up the place in the local queue. A claim that was already sent is
-    /// released in the background.
+    /// Dropping the future removes the caller from the local queue. A claim that was already sent
+    /// is released in the background.
     ///
     /// # Panics
     /// Outside a tokio runtime with time enabled, the future panics when it has to wait.
@@ -84,12 +84,13 @@ impl DistributedLock {
 
     /// Acquires this lock if it is free. Returns `Ok(None)` if it is held.
     ///
-    /// Sends a request to the store, unless another caller of this process holds the lock or is
-    /// acquiring it.
+    /// Sends a request to the store, unless a caller of this process has acquired the exclusive
+    /// lock, or is acquiring or releasing it.
     ///
     /// # Errors
     /// As [`lock`](Self::lock), but a store error is returned at once. If another caller of this
-    /// process is acquiring the lock and its last request failed, this call returns that error.
+    /// process is acquiring or releasing the lock and its last request failed, this call returns
+    /// that error.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -208,8 +209,8 @@ impl DistributedLock {
         self.try_read_with(LockOptions::new()).await
     }
 
-    /// Acquires this lock for reading, waiting at most `wait`. Returns `Ok(None)` if it was not
-    /// free for readers until the deadline.
+    /// Acquires this lock for reading, waiting at most `wait`. Returns `Ok(None)` if the lock did
+    /// not become free for readers before the deadline.
     ///
     /// # Errors
     /// As [`try_lock_for`](Self::try_lock_for) and [`read`](Self::read).
@@ -258,10 +259,10 @@ impl DistributedLock {
 
     /// Acquires this lock for reading, so that [`LockGuard::upgrade`] can make it exclusive. Waits
     /// without a time limit. Readers may hold the lock at the same time, but no other upgradable
-    /// holder.
+    /// holder and no exclusive holder.
     ///
-    /// Two readers that both upgraded would wait for each other. Only one holder is upgradable, so
-    /// this cannot happen.
+    /// If two readers could upgrade, each would wait until the other one releases the lock. Only
+    /// one holder is upgradable, so this deadlock cannot happen.
     ///
     /// # Errors
     /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no upgradable locks,

@@ -121,8 +121,9 @@ impl MemoryState {
     ///
     /// The tokens start at the microseconds since 1970. A resource that remembers tokens of an
     /// earlier run of the process therefore accepts the tokens of this run. The exception is an
-    /// earlier run that took more than a million tokens a second on average. A shared grant takes
-    /// up to 65, and returns the unused ones only if the store has granted no other key meanwhile.
+    /// earlier run that took more than a million tokens a second on average. A shared grant
+    /// reserves up to 65 tokens. It returns the unused ones only if the store has reserved no later
+    /// token.
     fn next_token(&self, block: u32) -> Option<FencingToken> {
         // The clock is read only once, because each later token exceeds the previous one anyway.
         let now = *self.first_grant_us.get_or_init(wall_clock_us);

@@ -24,6 +24,9 @@ pub(crate) struct MinHold<'a, E> {
     pub(crate) end: Moment,
     /// The end of the lease.
     pub(crate) valid_until: Moment,
+    /// An invalidation of the key has not been verified yet, or its verification has found that the
+    /// claim is gone.
+    pub(crate) may_be_gone: bool,
     /// Returns the current invalidation epoch of the key.
     pub(crate) current_epoch: E,
 }
@@ -50,7 +53,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
         let mut valid_until = self.valid_until;
         let mut failures = 0;
         let mut epoch = (self.current_epoch)();
-        let mut must_renew = valid_until < end;
+        let mut must_renew = self.may_be_gone || valid_until < end;
         loop {
             let mut next_at = end;
             if must_renew {

@@ -1,4 +1,4 @@
-//! Acquires several keys together: all of them or none. Holds none of them while it waits.
+//! Acquires several keys together: all of them or none. Holds none of them while it waits for one.
 
 use std::fmt;
 use std::future::Future;
@@ -24,11 +24,11 @@ const PAUSE_DOUBLINGS_MAX: u32 = 2;
 
 /// A lock of several keys, which are acquired together.
 ///
-/// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
-/// busy, it releases the others, waits for the busy key, and tries again. Callers that lock the
-/// same keys in different orders therefore cannot deadlock. However, an acquisition without a
-/// deadline never ends if two of its keys are never free at the same time. Each key is the same
-/// lock that [`obtain`](crate::LockRegistry::obtain) returns.
+/// The keys are sorted and de-duplicated. An acquisition holds no key while it waits for another
+/// one. If a key is busy, it releases the others, waits for the busy key, and then tries to acquire
+/// the others again. Callers that lock the same keys in different orders therefore cannot deadlock.
+/// However, an acquisition without a deadline never ends if two of its keys are never free at the
+/// same time. Each key is the same lock that [`obtain`](crate::LockRegistry::obtain) returns.
 #[derive(Clone)]
 pub struct MultiLock {
     locks: Vec<DistributedLock>,

@@ -42,18 +42,20 @@ impl Job {
     /// All processes must derive the same tick. For example, derive a time from the cron expression
     /// that matched, not from the time at which the process woke up. A number or time is done if it
     /// is not larger than the last completed one. A [name](Tick::Name) is done only if it is the
-    /// last completed one.
+    /// last completed one. A tick whose kind differs from that of the last completed one is not
+    /// done.
     pub fn tick(self, tick: impl Into<Tick>) -> ScheduledJob {
         self.scheduled(Schedule::Tick(tick.into()))
     }
 
     /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at
-    /// which its period begins, so a job may change its period.
+    /// which its period begins, so a job may change its period. `period` is rounded down to whole
+    /// milliseconds.
     ///
-    /// The time comes from the store's clock if clients can read this clock, so that hosts with
-    /// different clocks agree. With etcd, the time comes from this host's clock. With ZooKeeper, it
-    /// comes from the leader's clock. A process that has requested no lock in its current ZooKeeper
-    /// session uses its host's clock for the check before the lock.
+    /// The current time comes from the store's clock if clients can read this clock, so that hosts
+    /// with different clocks agree. With etcd, the time comes from this host's clock. With
+    /// ZooKeeper, it comes from the leader's clock. A process that has requested no lock in its
+    /// current ZooKeeper session uses its host's clock for the check before the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
         self.scheduled(Schedule::Every(period))
     }
@@ -135,8 +137,8 @@ impl fmt::Display for Tick {
     }
 }
 
-/// What a run does with missed ticks. A tick is missed if no process has run it and a later tick is
-/// due. A job that has never run has missed nothing.
+/// What a call of [`ScheduledJob::run`] does with missed ticks. A tick is missed if no process has
+/// run it and a later tick is due. A job that has never run has missed nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CatchUp {
@@ -189,17 +191,17 @@ enum Schedule {
 }
 
 impl ScheduledJob {
-    /// Sets what a run does with missed ticks. The default is [`CatchUp::Skip`]. Only numbers and
-    /// the ticks of [`Job::every`] can be missed. A time or a name from [`Job::tick`] is always run
-    /// alone.
+    /// Sets what [`run`](Self::run) does with missed ticks. The default is [`CatchUp::Skip`]. Only
+    /// numbers and the ticks of [`Job::every`] can be missed. A time or a name from [`Job::tick`]
+    /// is always run alone.
     pub fn catch_up(mut self, catch_up: CatchUp) -> Self {
         self.catch_up = catch_up;
         self
     }
 
-    /// Sets the options of the lock. Without [`LockOptions::wait`], the call does not wait, and
-    /// returns [`Outcome::Busy`] during a run by another process. The label is recorded with each
-    /// tick. The [owner](LockOptions::owner) is ignored, because a job is not re-entrant.
+    /// Sets the options of the lock. Without [`LockOptions::wait`], [`run`](Self::run) does not
+    /// wait, and returns [`Outcome::Busy`] while another holder has the lock. The label is recorded
+    /// with each tick. The [owner](LockOptions::owner) is ignored, because a job is not re-entrant.
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
         self.options.wait.get_or_insert(Duration::ZERO);
@@ -227,6 +229,9 @@ impl ScheduledJob {
     /// Dropping the future drops `work` and releases the lock in the background. The tick that was
     /// running stays undone, unless its record was just being written.
     ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    ///
     /// # Examples
     /// ```
     /// # use registry_core::{LockRegistryExt, Registry};
@@ -253,13 +258,16 @@ impl ScheduledJob {
     }
 
     /// As [`run`](Self::run), for work that can fail. After an `Err`, the tick stays undone, so
-    /// that a later call can run it again.
+    /// that a later call can run it again. This call then runs no further tick.
     ///
     /// # Errors
     /// As [`run`](Self::run). An error of `work` is in [`Outcome::Ran`].
     ///
     /// # Cancel safety
     /// As [`run`](Self::run).
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
     pub async fn try_run<W, F, T, E>(&self, mut work: W) -> Result<Outcome<Result<T, E>>, LockError>
     where
         W: FnMut(Run) -> F,
@@ -309,6 +317,9 @@ impl ScheduledJob {
     /// As [`run`](Self::run).
     ///
     /// # Cancel safety
+    /// As [`DistributedLock::lock`].
+    ///
+    /// # Panics
     /// As [`DistributedLock::lock`].
     pub async fn begin(&self) -> Result<BeginOutcome, LockError> {
         let failure_event = TickEventGuard::of(&self.lock);
@@ -471,10 +482,12 @@ impl Ticks {
         DoneRecord { tick: tick.clone(), at, label }
     }
 
-    /// Records that `tick` is done. If the store does not confirm the write, repeats it, because
-    /// without the record the tick would run twice. Repeats it only while the lock is held, and for
-    /// at most the length of a lease. After a repeated write, this iterator ends, and
-    /// [`ScheduledJob::begin`] returns the remaining ticks under another claim.
+    /// Records that `tick` is done.
+    ///
+    /// A write that fails with a [retryable](LockError::is_retryable) error is repeated while the
+    /// lock is held, for at most the length of a lease. Without the record, the tick would run
+    /// twice. After a repeated write, this iterator ends, and [`ScheduledJob::begin`] returns the
+    /// remaining ticks under another claim.
     ///
     /// # Errors
     /// As [`LockGuard::set_value`].

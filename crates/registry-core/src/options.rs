@@ -48,7 +48,7 @@ impl LockOptions {
     /// days, such as [`Duration::MAX`], has no limit.
     ///
     /// A wait of zero still allows one request to the store. An exclusive acquisition sends none if
-    /// another caller of this process holds the lock or is acquiring it.
+    /// a caller of this process holds the lock exclusively, or is acquiring or releasing it.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = Some(wait);
         self
@@ -68,7 +68,8 @@ impl LockOptions {
     }
 
     /// Sets the maximum time for which the lock is held. After that, it is lost (ShedLock's
-    /// `lockAtMostFor`). This limits the harm of a guard that is never dropped.
+    /// `lockAtMostFor`). This limits the harm of a guard that is never dropped. The minimum is the
+    /// store's shortest lease.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = Some(max_hold);
         self
@@ -105,7 +106,9 @@ impl LockOptions {
     ///
     /// Each waiting claim has a place in the store. The place expires if the claim does not repeat
     /// its attempt within its lease. A store with a [queue of its own](crate::Capabilities::fair)
-    /// is fair without this option.
+    /// is fair without this option. A store that is fair neither by itself nor [on
+    /// request](crate::Capabilities::fair_on_request) rejects the value `true` with
+    /// [`LockError::InvalidOption`](crate::LockError::InvalidOption).
     pub fn fair(mut self, fair: bool) -> Self {
         self.fair = Some(fair);
         self
@@ -196,8 +199,8 @@ impl HandOverLimits {
         hand_overs < max && held_for < span_max && is_behind_clock
     }
 
-    /// Up to this number, hand-overs are not compared with the clock, because a request to a store
-    /// takes more microseconds than this.
+    /// Fewer hand-overs are not compared with the clock, because a request to a store takes more
+    /// than this number of microseconds.
     const UNTIMED_MAX: u32 = 64;
 
     /// The time since the grant in which `max` applies. Such a wait is negligible for other

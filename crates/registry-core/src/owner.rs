@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// Clones are the same owner. A lock that is acquired without an owner is not re-entrant: a second
 /// `lock()` waits for the first guard, even on the same task. Re-entry sends no request to the
-/// store, does not shorten the lease, and returns the same fencing token. Each registry tracks
-/// re-entry separately. An owner has no meaning in another process.
+/// store, does not shorten the lease, and returns the same fencing token. Permits of a
+/// [`Semaphore`](crate::Semaphore) are not re-entrant: each acquisition takes further units. Each
+/// registry tracks re-entry separately. An owner has no meaning in another process.
 ///
 /// # Examples
 /// ```

@@ -1,4 +1,4 @@
-//! Calls user code (wakers, observers, destructors) and catches its panics.
+//! Calls code of users and backends (wakers, observers, destructors) and catches its panics.
 //!
 //! A waker can also poll or drop its task synchronously, before `wake` returns.
 

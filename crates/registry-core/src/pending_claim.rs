@@ -33,14 +33,14 @@ type AttemptCall = Call<Result<Attempt, BackendError>>;
 /// The result of one attempt.
 #[derive(Debug)]
 pub(crate) enum AttemptOutcome {
-    /// The store responded to a request that was sent at this time.
+    /// The backend returned this result for the request that was sent at this time.
     Responded(Moment, Result<Attempt, BackendError>),
-    /// The store did not respond in time. The outcome is unknown.
+    /// The backend returned no result within the operation time-out. The outcome is unknown.
     Unknown,
 }
 
 /// A claim that competes for a key in the store. Each has a local permit. A registry therefore has
-/// at most one per key, besides those with an extra permit.
+/// at most one pending claim per key, apart from claims with an extra permit.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     /// Present until a grant is confirmed or this value is dropped.
@@ -77,8 +77,8 @@ impl PendingClaim {
         self.local_lock().engine()
     }
 
-    /// Returns the contention between this process and others for the key. `None` if the store
-    /// needs no fairness between processes.
+    /// Returns the contention between this process and others for the key. `None` for an extra
+    /// permit, and for a store that needs no fairness between processes.
     pub(crate) fn contention(&mut self) -> Option<&mut Contention> {
         let parts = self.parts.as_mut().expect("the permit is here until a grant is confirmed");
         parts.0.contention.as_deref_mut()
@@ -169,7 +169,8 @@ impl PendingClaim {
     /// [`Abandoned`] if the future was not polled for the length of a lease.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the background releaser completes the request.
+    /// If the future is dropped, the background releaser completes the request and releases the
+    /// claim.
     pub(crate) async fn response(
         mut self,
         outcome: Option<AttemptOutcome>,
@@ -256,8 +257,8 @@ impl PendingClaim {
             });
             Box::new(Self::new(permit, fresh_claim, options))
         });
-        // Decremented only after the grant or the new claim was counted, so that `close` never
-        // misses this caller.
+        // The count is decremented only after the grant or the new claim was counted, so that
+        // `close` never misses this caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
             Err(replacement) => replacement.engine().pending_claims.leave(),
@@ -372,7 +373,7 @@ async fn attempt_all(
     }
 }
 
-/// Waits for the response to a request whose caller was dropped, and releases the claim.
+/// Waits for the response to an abandoned request, and releases the claim.
 async fn finish_and_release(
     call: CallFuture<Result<Attempt, BackendError>>,
     mut pending_release: PendingRelease,
@@ -411,7 +412,8 @@ async fn finish_and_release(
             pending_release.possible_grants += 1
         }
         Ok(_) => {}
-        // The request had no effect. Only the queue entry must be released.
+        // The request had no effect. The release is for the queue entry and for grants of earlier
+        // attempts.
         Err(error) if error.refused() => {}
         Err(_) => pending_release.possible_grants += 1,
     }

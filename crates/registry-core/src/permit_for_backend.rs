@@ -23,13 +23,13 @@ impl Registry {
     /// such an acquisition would wait while local callers hand a claim over to each other.
     ///
     /// After one second without a permit, `attempts` also runs while this call waits for the
-    /// permit. Otherwise, the holder of the permit might wait for a row that this caller has
-    /// locked, and only the store can detect this deadlock.
+    /// permit. The holder of the permit might wait for a row that this caller has locked. The store
+    /// can detect this deadlock only if this caller also waits in the store.
     ///
-    /// The permit is released when `attempts` is ready, or after the length of the registry's
-    /// lease. In the latter case, `attempts` continues while this call waits for its next permit.
-    /// If this call receives no permit within `wait`, or the registry is closing, `attempts` runs
-    /// without a permit.
+    /// The permit is released when `attempts` is ready, and at the latest after the length of the
+    /// registry's lease. If `attempts` is not ready by then, it continues while this call waits for
+    /// its next permit. If this call receives no permit within `wait`, or the registry is closing,
+    /// `attempts` runs without a permit.
     ///
     /// # Cancel safety
     /// Dropping the future releases the permit and drops `attempts`.

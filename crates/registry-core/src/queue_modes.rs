@@ -43,7 +43,8 @@ pub enum QueuePosition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "an upgrade waits or does not")]
 pub enum UpgradePosition {
-    /// No other claim holds the key, and none will while the entry with this index exists.
+    /// No other claim holds the key, and none will while the upgradable claim and the entry with
+    /// this index exist.
     Grantable(usize),
     /// Other claims hold the key too. The last of them has this index.
     Behind(usize),

@@ -36,9 +36,9 @@ pub enum RecordChange {
 }
 
 /// The text of a record with a new grant, for a store that reads its clock and creates the token in
-/// the same step. The store writes `before`, `id_and_mode`, `until`, `since` or its own time, 16
-/// zeros, the token, `rest` and `after`, without separators. See [`LockRecord::to_text`] for the
-/// fields.
+/// the same step. The store writes these parts without separators: `before`, `id_and_mode`, the end
+/// of the lease, `since` or its own time, 16 zeros, the token, `rest` and `after`. See
+/// [`LockRecord::to_text`] for the widths of the fields.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NewGrant {
@@ -46,7 +46,7 @@ pub struct NewGrant {
     pub before: String,
     /// The fields of the new entry before `until`.
     pub id_and_mode: String,
-    /// The time of the grant that this one converts. `None` for any other grant.
+    /// For a conversion, the time of the converted grant. `None` for any other grant.
     pub since: Option<u64>,
     /// The fields of the new entry after the token, with its `;`.
     pub rest: String,
@@ -507,7 +507,7 @@ mod text {
         /// | id of the claim | 32 hexadecimal digits |
         /// | mode | `x` exclusive, `s` shared, `u` upgradable, `p` permits; in upper case for a claim that waits |
         /// | `until`, `since`, `upgrade_until` | 16 decimal digits each |
-        /// | token | 19 decimal digits |
+        /// | token | 19 decimal digits, all zero for a claim that waits |
         /// | token block, units that the claim takes, units of the key | 10 decimal digits each |
         /// | label | two hexadecimal digits for each byte |
         /// | end | `;` |

@@ -44,7 +44,8 @@ impl WaiterRegistration {
 
     /// Sends a request that registers the claim or extends its registration, if a request is due.
     /// The first is due after [`REGISTER_AFTER`], and each further one after a third of the lease.
-    /// A waiter calls this at each poll interval. The background releaser runs the request.
+    /// No request is due if the registry does not register its waiters. A waiter calls this at each
+    /// poll interval. The background releaser runs the request.
     ///
     /// A store error does not affect the wait. The next call repeats the request.
     pub(crate) fn refresh(&mut self) {

@@ -56,11 +56,12 @@ pub trait LockRegistry: fmt::Debug + Send + Sync {
 
     /// Closes this registry and releases its locks.
     ///
-    /// New and waiting calls return [`LockError::Closed`]. For at most `limit`, this waits until
-    /// all guards are released. After that, each remaining lock is lost with
+    /// New and waiting acquisitions return [`LockError::Closed`]. For at most `limit`, this waits
+    /// until all guards are released. After that, each remaining lock is lost with
     /// [`LostReason::Closed`], and its key is freed only after its holder is notified. A key that
     /// is kept for a [`min_hold`](crate::LockOptions::min_hold) beyond `limit` stays locked until
-    /// its lease ends. A second call is harmless.
+    /// its lease ends. In addition to `limit`, this waits for the store for at most three operation
+    /// time-outs. A second call is harmless.
     ///
     /// # Cancel safety
     /// If the future is dropped, the registry stays in the closing state. Another call continues.
@@ -191,8 +192,8 @@ impl Registry {
         runtime().map(drop)
     }
 
-    /// Waits until no release or other store call is pending in the background. Tests await this
-    /// instead of sleeping.
+    /// Waits until the background releaser has no pending release or other store call. Renewals are
+    /// not included. Tests await this instead of sleeping.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -206,7 +207,8 @@ impl Registry {
         self.local_locks.len()
     }
 
-    /// Returns the number of locks that this registry holds now.
+    /// Returns the number of locks that this registry holds now. A lock counts until its release
+    /// has ended. Readers that share a grant count as one.
     #[must_use]
     pub fn held(&self) -> usize {
         self.engine.active_grants.count()
@@ -488,8 +490,9 @@ impl RegistryBuilder {
     }
 
     /// Sets the poll interval of waiters. A random part of up to a quarter is added, and a wake-up
-    /// from the store ends the wait earlier. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN)
-    /// and [`POLL_MAX`](Self::POLL_MAX).
+    /// from the store ends the wait earlier. If the store confirms its wake-ups, waiters poll less
+    /// often. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN) and
+    /// [`POLL_MAX`](Self::POLL_MAX).
     pub fn poll(mut self, poll: Duration) -> Self {
         self.defaults.poll = poll;
         self
@@ -497,12 +500,14 @@ impl RegistryBuilder {
 
     /// Sets how many times in a row a claim may pass to the next caller of this process without a
     /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
-    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
+    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX). The same number, but at most 64, limits
+    /// how many readers join a shared grant of this process.
     ///
     /// Only the first waiting caller receives a claim this way, and only if its options equal those
     /// of the claim. These claims are not handed over:
     ///
     /// - shared claims, upgradable claims and permits,
+    /// - claims that were [upgraded](crate::LockGuard::upgrade),
     /// - claims that were granted more than 1 s ago, or 20 ms if other processes compete for the
     ///   key,
     /// - claims with [`fair`](Self::fair), or in a store with a [queue](crate::Capabilities::fair),
@@ -524,8 +529,8 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets whether callers of all processes get a lock in the order of their claims.
-    /// See [`LockOptions::fair`]. Default: false.
+    /// Sets whether waiting registries acquire a lock in the order of their claims. See
+    /// [`LockOptions::fair`]. Default: false.
     pub fn fair(mut self, fair: bool) -> Self {
         self.defaults.fair = fair;
         self
@@ -541,7 +546,8 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets the label that other clients see when they query the holder of a lock. Default: none.
+    /// Sets the label that other clients see when they query the holder of a lock. The limits are
+    /// those of [`LockOptions::label`]. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.defaults.label = Some(label.into().into());
         self
@@ -565,7 +571,8 @@ impl RegistryBuilder {
     ///
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a runtime, or in one without time.
-    /// [`ConfigError::Invalid`] for values out of range.
+    /// [`ConfigError::Invalid`] for values out of range, and for [`fair`](Self::fair) if the store
+    /// does not support it.
     pub fn build(self) -> Result<Registry, ConfigError> {
         let runtime = runtime()?;
         let Self { backend, defaults, observers } = self;
@@ -677,7 +684,7 @@ fn runtime() -> Result<Handle, ConfigError> {
 }
 
 /// Owned by the background releaser's task. If the task ends while the registry still exists,
-/// dropping this value closes the registry.
+/// dropping this value begins to close the registry.
 struct CloseOnRuntimeShutdown(Weak<Engine>, Arc<LocalLocks>);
 
 impl Drop for CloseOnRuntimeShutdown {

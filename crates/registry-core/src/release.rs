@@ -1,4 +1,5 @@
-//! Releases a claim in the store, with retries until the outcome is known or the lease is over.
+//! Releases a claim in the store, with retries until the outcome is known, an error is permanent,
+//! or the lease is over.
 
 use std::fmt;
 use std::sync::Arc;
@@ -73,7 +74,8 @@ pub(crate) enum ReleaseOutcome {
     Freed,
     /// The grant had ended before the release.
     NotHeld,
-    /// The outcome is unknown. The claim ends with its lease at the latest.
+    /// The store did not confirm the release, or refused it. The claim ends with its lease at the
+    /// latest.
     Unknown(BackendError),
 }
 
@@ -85,7 +87,7 @@ pub(crate) fn release_in_background(pending: PendingRelease) {
     }));
 }
 
-/// Releases a claim, and repeats the release while its outcome is unknown.
+/// Releases a claim, and repeats the release after each transient error until the lease is over.
 pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome {
     if mutated(Mutant::PermitBeforeRelease) {
         pending.permit = None;

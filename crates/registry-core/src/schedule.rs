@@ -1,7 +1,7 @@
 //! The schedule of the lease renewer: when each active grant is due.
 //!
-//! The schedule contains every active grant, even without automatic renewal. The lease renewer thus
-//! detects the end of every lease.
+//! The schedule contains every grant until its release begins, even without automatic renewal. The
+//! lease renewer thus detects the end of every lease.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -28,8 +28,8 @@ pub(crate) trait Renewable: Send + Sync {
     fn begin_due_action(self: Arc<Self>, id: EntryId, now: Moment) -> RenewerAction;
 
     /// Returns the lease to request now, in a call that renews other claims, and records the
-    /// renewal as sent. Returns `None` if this claim is not due soon. See
-    /// [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
+    /// renewal as sent. Returns `None` if this claim is not due soon, or must not be renewed now.
+    /// See [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
     fn begin_early_renewal(
         self: Arc<Self>,
         now: Moment,
@@ -59,7 +59,7 @@ pub(crate) enum RenewerAction {
         requested_lease: Duration,
         /// The renewal is sent early, to verify that the claim is still held.
         is_verification: bool,
-        /// The previous renewal had no response.
+        /// The previous request of the same kind, renewal or verification, had no response.
         previous_unanswered: bool,
     },
     Lose(LostReason),
@@ -148,7 +148,7 @@ impl Schedule {
         drop(grant);
     }
 
-    /// Returns all active grants.
+    /// Returns the grants of all entries. A grant that is being released has no entry.
     pub(crate) fn all(&self) -> Vec<Arc<dyn Renewable>> {
         self.state().entries.values().cloned().collect()
     }

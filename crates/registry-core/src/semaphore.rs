@@ -104,7 +104,8 @@ impl Semaphore {
         self.lock.acquire_in(|| self.mode(take), options).await
     }
 
-    /// Takes one unit if one is free. Returns `Ok(None)` otherwise.
+    /// Takes one unit if one is free and no earlier claim waits in the store. Returns `Ok(None)`
+    /// otherwise.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire) and [`DistributedLock::try_lock`].
@@ -118,7 +119,8 @@ impl Semaphore {
         self.try_acquire_many(1).await
     }
 
-    /// Takes `take` units together if they are free. Returns `Ok(None)` otherwise.
+    /// Takes `take` units together if they are free and no earlier claim waits in the store.
+    /// Returns `Ok(None)` otherwise.
     ///
     /// # Errors
     /// As [`acquire_many`](Self::acquire_many) and [`DistributedLock::try_lock`].

@@ -2,11 +2,12 @@
 //!
 //! A future that is not polled cannot release its claim or local permit, or complete its call. A
 //! waiting future therefore keeps its claim, permit or call in a [`MonitoredCell`]. One task per
-//! registry checks these cells.
+//! registry checks these cells. It also checks each local lock for admissions that their waiters
+//! have not received.
 //!
 //! `unpolled_max` is the time for which a future may go without a poll. After half of this time,
-//! the task wakes the future once. After all of this time, the task takes the state: it abandons an
-//! acquisition, and the background releaser completes a call to the store.
+//! the task wakes the future once. After all of this time, the task takes the state. It abandons an
+//! acquisition, drops a permit, or makes the background releaser complete a call to the store.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};

@@ -101,8 +101,8 @@ pub trait ValueStore: Send + Sync {
 pub struct ValueRead {
     /// The value, if one was ever written.
     pub value: Option<LockValue>,
-    /// The time on the store's clock between request and reply. `None` if clients cannot read that
-    /// clock.
+    /// The time on the store's clock between request and response. `None` if clients cannot read
+    /// that clock.
     pub now: Option<SystemTime>,
 }
 

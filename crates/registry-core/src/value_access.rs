@@ -13,7 +13,8 @@ use crate::mode::ClaimMode;
 use crate::value::{LockValue, ValueRead, ValueStore, ValueWrite};
 
 impl Engine {
-    /// Reads the value block of `key`. Retries transient errors within the operation time-out.
+    /// Reads the value block of `key`. Retries transient errors, but begins no retry after the
+    /// operation time-out.
     pub(crate) async fn read_value(&self, key: &Key) -> Result<ValueRead, LockError> {
         self.check_open()?;
         self.require_values()?;
@@ -150,8 +151,8 @@ impl LockGuard {
     }
 
     /// As [`set_value`](Self::set_value). Repeats a write that the store did not confirm, while the
-    /// lock is held and for at most the length of a lease. Returns whether it repeated the write:
-    /// the store may then still execute an earlier request.
+    /// lock is held and for at most the length of a lease. Returns whether it repeated the write.
+    /// If so, the store may still execute an earlier request.
     pub(crate) async fn set_value_while_held(&self, value: Vec<u8>) -> Result<bool, LockError> {
         let deadline = Moment::now().after(self.hold().grant().lease_length());
         let mut attempt = 0;

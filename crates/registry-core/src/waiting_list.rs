@@ -1,7 +1,8 @@
 //! The claims that wait for a key, so that operators can list them.
 //!
-//! A store with a queue lists the claims of its queue. In all other stores, the engine registers
-//! each claim that waits for longer than a second; see `registration`.
+//! A store with a queue lists the claims of its queue. In other stores that can list waiters, the
+//! engine registers each claim that waits for longer than a second; see `registration`.
+//! [`RegistryBuilder::waiters`](crate::RegistryBuilder::waiters) turns this off.
 
 use std::time::Duration;
 

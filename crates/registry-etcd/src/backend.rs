@@ -31,9 +31,9 @@ use crate::watcher::Watcher;
 /// Each lock has a queue in the cluster. The first claim in the queue holds the lock. A later claim
 /// also holds the lock if its mode is compatible with the modes of all claims before it. For
 /// example, readers are compatible with each other and with one upgradable claim. A release, or the
-/// end of the holder's lease, wakes only the claims that wait for the removed entry: the next
-/// exclusive claim, or the readers that waited for a writer. The end of a permit wakes all claims
-/// that wait for units.
+/// end of the holder's lease, wakes only the claims that wait for the removed entry. These are the
+/// next exclusive claim, or the readers that waited for a writer. The end of a permit wakes all
+/// claims that wait for units.
 ///
 /// A fencing token is the revision that created the claim's key. The token of an upgraded claim is
 /// a later revision. The token of a claim that waited behind an upgradable claim can be a later
@@ -46,8 +46,8 @@ use crate::watcher::Watcher;
 ///
 /// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to 2
 /// s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder becomes
-/// free up to 2.5 s after the end of its lease, and is granted after a further 250 ms (at once with
-/// `layout=etcdctl`).
+/// free up to 2.5 s after the end of its lease. It is granted after a further 250 ms. With
+/// `layout=etcdctl`, these 250 ms apply only to a claim that waited directly behind the holder.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
     /// The addresses of all configured members, for errors that no single member caused.
@@ -69,6 +69,7 @@ impl EtcdBackend {
     /// # Errors
     /// Returns a [`BackendError`] of one of these kinds:
     /// - `Misconfigured`: the configuration is invalid, or the server is not etcd 3.4 or later.
+    ///   With `etcds://`, also if the member does not use TLS, or its certificate is not trusted.
     /// - `Denied`: the members reject the login or the client certificate, or the user lacks a
     ///   permission.
     /// - `Transient`: no member can be reached, or the cluster has no leader.
@@ -76,7 +77,13 @@ impl EtcdBackend {
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime with time enabled.
     pub async fn open(config: EtcdConfig) -> Result<Self, BackendError> {
+        config.check()?;
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
         let client = EtcdClient::new(&config)?;
         let names = KeyNames::new(config.layout, config.namespace());
         let backend = Self {
@@ -356,9 +363,6 @@ pub(crate) const TRIES_MAX: usize = 4;
 #[async_trait]
 impl OpenBackend for EtcdConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        Ok(Arc::new(EtcdBackend::open(config).await?))
+        Ok(Arc::new(EtcdBackend::open(self.clone()).await?))
     }
 }

@@ -34,12 +34,12 @@ pub(crate) struct ClaimEntry {
     /// The start of the grant delay. Set when the entry becomes first after a holder that may not
     /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
-    /// The lease must not return to the pool: an earlier request for this entry may still take
-    /// effect, or the entry is named after another lease.
+    /// The lease must not return to the pool. Either an earlier request for this entry may still
+    /// take effect, or the entry is named after another lease.
     pub(crate) must_not_recycle: bool,
-    /// The predecessor in the queue, if the last read found one.
+    /// The entry that blocks this one, if the last read found one.
     pub(crate) predecessor: Option<Predecessor>,
-    /// The watch on the entry's own key, while the claim holds the lock.
+    /// The watch on the entry's own key, while the claim holds the lock. A renewal creates it.
     pub(crate) own_watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
     pub(crate) tombstone_lease: Option<i64>,
@@ -54,7 +54,7 @@ pub(crate) struct UpgradeRequest {
     pub(crate) name: Vec<u8>,
     /// The lease of this key only. The request can therefore expire without the claim.
     pub(crate) lease: EtcdLease,
-    /// The shared holder closest to the end of the queue, if the most recent query found one.
+    /// The shared holder closest to the end of the queue, if the last read found one.
     pub(crate) reader: Option<Predecessor>,
     /// The start of the delay after the loss of a reader.
     pub(crate) delayed_since: Option<Moment>,
@@ -148,7 +148,8 @@ impl ClaimEntry {
     }
 }
 
-/// The predecessor of an entry.
+/// The entry for which a claim waits: an earlier entry that blocks its own entry, or a reader that
+/// delays its upgrade. That reader's entry may be behind the entry of the claim.
 #[derive(Debug)]
 pub(crate) struct Predecessor {
     pub(crate) name: Vec<u8>,
@@ -241,7 +242,7 @@ impl ClaimCache {
     }
 
     /// Removes and returns the expired entries. The engine no longer extends the leases of these
-    /// entries.
+    /// entries. Returns none within [`SWEEP_INTERVAL`] after the last search.
     pub(crate) fn take_expired(&self) -> Vec<ClaimEntry> {
         let (now, mut table) = (Moment::now(), self.table());
         if table.last_sweep.is_some_and(|last_sweep| now.since(last_sweep) < SWEEP_INTERVAL) {

@@ -2,9 +2,9 @@
 //! responses. Retries a request only after an expired login, because the member then executed
 //! nothing.
 //!
-//! All requests except those to a given member share one connection to one member, which forwards
-//! requests to the leader. A caller that receives no response in time drops the connection. The
-//! next request uses the next member.
+//! All requests except those of `call_member` share one connection. Its member forwards them to the
+//! leader. A caller that receives no response in time drops the connection. The next request uses
+//! the next member.
 
 use std::error::Error as _;
 use std::fmt;
@@ -163,8 +163,8 @@ impl EtcdClient {
         self.call_within(request, self.0.response_timeout).await
     }
 
-    /// Like [`call`](Self::call), but also drops the connection if it receives nothing for
-    /// `idle_timeout`.
+    /// Like [`call`](Self::call), but the request also fails, and the connection is dropped, if the
+    /// connection receives nothing for `idle_timeout`.
     pub(crate) async fn call_within<C: UnaryCall>(
         &self,
         request: C,
@@ -276,8 +276,8 @@ impl EtcdClient {
                     return Ok(connection);
                 }
                 Err(error) => {
-                    // Every member of a cluster rejects the same login, so further members are not
-                    // tried.
+                    // Every member of a cluster rejects the same login or client certificate, so
+                    // further members are not tried.
                     let is_permanent = error.kind() == BackendErrorKind::Denied;
                     last_error = Some(error);
                     if is_permanent {

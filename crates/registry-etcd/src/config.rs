@@ -116,8 +116,9 @@ impl EtcdConfig {
     /// encrypted connections (feature `tls`).
     ///
     /// # Errors
-    /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
-    /// URL, which may contain a password.
+    /// Returns `Misconfigured` for a URL that cannot be parsed or contains options. The methods of
+    /// this type set the options. The message does not repeat the URL, which may contain a
+    /// password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }
@@ -224,8 +225,8 @@ impl EtcdConfig {
         }
     }
 
-    /// Returns an error if the configuration cannot work. Performs no I/O. Opening a store calls
-    /// this first.
+    /// Returns an error if the configuration cannot work. Performs no I/O.
+    /// [`EtcdBackend::open`](crate::EtcdBackend::open) calls this before it connects.
     ///
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.

@@ -30,8 +30,8 @@ impl EtcdBackend {
         if let Some(error) = last_error.filter(|_| !is_any_reachable) {
             return Err(error);
         }
-        // `MemberList` requires a permission that this user may lack. Its error is therefore
-        // ignored.
+        // Some versions of etcd require a permission for `MemberList`, which this user may lack.
+        // Its error is therefore ignored.
         let list = self.client.call(MemberListRequest {}).await.map_err(CallError::into_error);
         if let Ok(list) = list {
             let voters = list.members.iter().filter(|member| !member.is_learner).count();
@@ -78,9 +78,10 @@ fn cluster_finding(voters: usize) -> Finding {
             "the cluster has {even} members: it survives no more failures than with {}; use an odd number",
             even - 1
         )),
-        odd => {
-            Finding::note(format!("the cluster has {odd} members and survives {} of them", odd / 2))
-        }
+        odd => Finding::note(format!(
+            "the cluster has {odd} members and survives the failure of {}",
+            odd / 2
+        )),
     }
 }
 

@@ -31,7 +31,7 @@ pub trait Fence {
 }
 
 /// The operations of a transaction that is executed only if the lock is still held. Nothing is sent
-/// before [`commit`](Self::commit).
+/// before [`commit`](Self::commit). Members allow 128 operations by default (`--max-txn-ops`).
 #[must_use]
 pub struct FencedTxn<'a> {
     guard: &'a LockGuard,

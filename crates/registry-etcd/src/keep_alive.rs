@@ -342,7 +342,7 @@ async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, stream_index:
 }
 
 /// Serves one stream until it ends. Returns true if the stream received a response, or if another
-/// caller dropped the connection.
+/// caller dropped the connection after the stream was opened.
 async fn serve_stream(
     client: &EtcdClient,
     connection: &MemberConnection,

@@ -1,5 +1,6 @@
 //! Appends shared claims, upgradable claims and permits to a queue, and reads their positions. Also
-//! converts claims of all modes. `queue` calls this module for these claims and all conversions.
+//! converts claims from one mode to another. `queue` calls this module for these claims and all
+//! conversions.
 //!
 //! Each decision uses one snapshot of the whole queue, by the rules of
 //! [`registry_core::queue_position`].
@@ -255,8 +256,8 @@ impl EtcdBackend {
         token.map(|token| QueueStep::Done(Attempt::Granted(Grant::new(token, lease))))
     }
 
-    /// Stores the token of a granted claim whose record has none. Always returns `Retry`, so the
-    /// caller reads the queue again.
+    /// Stores the token of a granted claim whose record has none. Returns `Retry` unless a request
+    /// fails, so the caller reads the queue again.
     ///
     /// Writes the record twice. The first write keeps the value, and its revision becomes the
     /// token. The second write stores this token. Every earlier grant that is incompatible with

@@ -5,9 +5,9 @@
 //! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, the lease id in hexadecimal |
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
-//! In the native layout, each entry has a tombstone `NAMESPACE/KEY!LEASE`, outside the queue. The
-//! value block of a key is `NAMESPACE/KEY=value`. The etcdctl layout has no tombstones and no value
-//! blocks, and escapes nothing.
+//! In the native layout, the entry of each claim has a tombstone `NAMESPACE/KEY!LEASE`, outside the
+//! queue. An upgrade request has none. The value block of a key is `NAMESPACE/KEY=value`. The
+//! etcdctl layout has no tombstones and no value blocks, and escapes nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
 //! with another lock's name and a slash.

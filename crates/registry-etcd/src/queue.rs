@@ -440,10 +440,11 @@ impl EtcdBackend {
     /// Returns whether the deleted predecessor released its lock. A layout with tombstones detects
     /// losses by tombstones, so this function then always returns true.
     ///
-    /// Without tombstones, the predecessor's lease decides. A release or a forced release by this
-    /// library keeps the lease, and counts as a release. If the lease has expired or was revoked,
-    /// the entry was lost. Other programs revoke the lease on release, so a missing lease does not
-    /// show a loss of their entries. Each deletion of their entries therefore counts as a release.
+    /// Without tombstones, the predecessor's lease decides. A forced release by this library keeps
+    /// the lease, and an ordinary release usually does. An entry whose lease exists therefore
+    /// counts as released. Without the lease, the entry counts as lost. Other programs revoke the
+    /// lease on release, so a missing lease does not show a loss of their entries. Each deletion of
+    /// their entries therefore counts as a release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -678,8 +679,8 @@ impl EtcdBackend {
     }
 
     /// Waits until the predecessor of the claim is deleted or changed, or its watch fails. Keeps
-    /// the lease of a queued claim alive meanwhile. `predecessor_revision` is the creation revision
-    /// of the predecessor.
+    /// the lease of a queued claim alive meanwhile, and also returns if the member does not know
+    /// this lease. `predecessor_revision` is the creation revision of the predecessor.
     pub(crate) async fn wait_for_predecessor(&self, claim: &Claim, predecessor_revision: u64) {
         let cached = {
             let mut entry_guard = self.claims.lock_entry(claim).await;
@@ -838,7 +839,7 @@ const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
 const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// The delay of the next grant after a holder's entry was deleted without a release. The holder
 /// detects the loss in this time. The backend starts to watch a lock 25 ms after its grant. The
-/// delay is ten times longer, because a busy machine responds slowly. A released lock is granted
+/// delay is ten times as long, because a busy machine responds slowly. A released lock is granted
 /// without this delay.
 pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
 /// The interval at which a waiter without an established watch reads the whole queue. In between,

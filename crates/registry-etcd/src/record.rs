@@ -9,7 +9,7 @@
 //!
 //! The word of a claim whose token is taken at its grant is `z`, followed by `s`, `u`, `pTAKE/OF`
 //! or `x`. A claim that is not shared has this word if it was enqueued behind an upgradable claim
-//! or an upgraded one. Every claim has it if it was enqueued behind another claim with such a word.
+//! or an upgraded one. Every claim has it if it was enqueued behind another claim with this word.
 //! The upgradable claim may be upgraded before the waiting claim is granted. The token of the
 //! upgrade is then larger than the revision that created the waiting claim's key. Every upgrade
 //! gives this word to each waiting claim whose token is smaller than that of the upgrade.

@@ -1,10 +1,10 @@
 //! The leases of tombstones.
 //!
-//! A claim that joins a queue also writes a tombstone next to the queue, under another lease. A
-//! release deletes the entry and the tombstone. A tombstone without an entry therefore shows that
-//! the entry was deleted without a release. The holder of the deleted entry may not have detected
-//! the loss yet. If the first claim in the queue finds such a tombstone, it waits for `GRANT_DELAY`
-//! and then deletes the tombstone.
+//! In the native layout, a claim that joins a queue also writes a tombstone next to the queue,
+//! under another lease. A release deletes the entry and the tombstone. A tombstone without an entry
+//! therefore shows that the entry was deleted without a release. The holder of the deleted entry
+//! may not have detected the loss yet. If a claim that no entry blocks finds such a tombstone, it
+//! waits for `GRANT_DELAY` and then deletes the tombstone.
 //!
 //! A tombstone's lease lasts longer than its entry's lease. With equal leases, a leader that
 //! resumes after a pause could expire both leases at once.

@@ -207,7 +207,7 @@ fn put_behind(
     lease: i64,
     mode: ClaimMode,
 ) -> OpRequest {
-    // An upgrade waits for readers that hold the key, so their tokens are smaller. It replaces the
+    // An upgrade waits for readers that hold the key, so their tokens are smaller. It removes the
     // tokens of waiting readers itself.
     let end = if mode == ClaimMode::Shared { WITHOUT_TOKEN_FROM } else { UPGRADABLE_FROM };
     let end = TargetUnion::Value(end.to_vec());
@@ -404,10 +404,12 @@ pub(crate) fn rewrite_tombstone(
     }
 }
 
-/// Returns the value of a rewritten tombstone: the creation revision of its entry. A rewritten
-/// tombstone was not written together with its entry. Its revision may therefore be newer than
-/// those of entries that were appended after its own entry. A holder that releases and enqueues
-/// again may reuse the name. That tombstone also has a newer revision, but an empty value.
+/// Returns the value of a rewritten tombstone: the creation revision of its entry.
+///
+/// A rewritten tombstone was not written together with its entry. Its revision may therefore be
+/// newer than those of entries that were appended after its own entry. A holder that releases and
+/// enqueues again may reuse the names of its entry and tombstone. The tombstone of the new entry
+/// also has a newer revision, but its value is empty.
 pub(crate) fn rewritten_tombstone_value(create_revision: i64) -> Vec<u8> {
     create_revision.to_string().into_bytes()
 }

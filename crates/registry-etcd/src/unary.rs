@@ -11,10 +11,10 @@ use tonic::transport::Channel;
 
 /// A channel for unary requests.
 ///
-/// It replaces each body by a [`LookaheadBody`]. Otherwise, the client library would detect the
-/// last message only when it polls the body again after sending the message. It would then send the
-/// end of the stream in a separate frame. For messages of 256 bytes or more, the separate frame
-/// costs a separate write.
+/// It replaces each body by a [`LookaheadBody`]. Without this, the client library detects the last
+/// message only when it polls the body again after sending the message. It then sends the end of
+/// the stream in a separate frame. For messages of 256 bytes or more, the separate frame costs a
+/// separate write.
 #[derive(Clone)]
 pub(crate) struct UnaryChannel(pub(crate) Channel);
 
@@ -34,8 +34,8 @@ impl Service<http::Request<Body>> for UnaryChannel {
     }
 }
 
-/// A body that reads one frame ahead. If the end is known when it returns the last frame,
-/// `is_end_stream` is therefore already true. Otherwise the end is a separate frame.
+/// A body that reads one frame ahead. If the inner body reports its end at once, `is_end_stream` is
+/// already true when the last frame is returned. If not, the end is a separate frame.
 struct LookaheadBody {
     body: Body,
     next: Option<Result<Frame<Bytes>, Status>>,

@@ -162,7 +162,8 @@ impl Watcher {
     }
 
     /// Watches the entry `name`, by which this process holds `key`, for deletion from the revision
-    /// `start_revision` on. Requests a verification of the lock when the watch ends.
+    /// `start_revision` on. Requests a verification of the lock when the watch ends, but not when
+    /// the returned handle is dropped.
     pub(crate) fn watch_held_key(&self, key: &Key, name: Vec<u8>, start_revision: i64) -> KeyWatch {
         let recipient = WatchRecipient::Holder(key.clone());
         self.create_watch(name, WatchScope::Deletion, start_revision, recipient)

@@ -50,14 +50,15 @@ pub trait Fence<DB: Database> {
     /// Ensures that `transaction` can commit only if no conflicting claim has been granted the
     /// lock.
     ///
-    /// Checks the guard's claim, token and lease in the transaction. After this check, the lock is
-    /// granted to no conflicting claim until the transaction ends. A client that waits for the lock
-    /// also waits for the transaction, even if the lease expires or the lock is released meanwhile.
-    /// Keep the transaction short. After an error, roll the transaction back.
+    /// Checks the guard's claim and token in the transaction. For a lease, also checks that it has
+    /// not expired. After this check, the lock is granted to no conflicting claim until the
+    /// transaction ends. A client that waits for the lock also waits for the transaction, even if
+    /// the lease expires or the lock is released meanwhile. Keep the transaction short. After an
+    /// error, roll the transaction back.
     ///
-    /// The claim of a fenced lock is not handed over to the next local caller, who acquires a new
-    /// claim. So this transaction commits before the next caller's transaction, or not at all. End
-    /// the transaction before [`unlock`](LockGuard::unlock). If the open transaction blocks the
+    /// The claim of a fenced lock is not handed over. The next local caller acquires a new claim.
+    /// So this transaction commits before the next caller's transaction, or not at all. End the
+    /// transaction before [`unlock`](LockGuard::unlock). If the open transaction blocks the
     /// release, `unlock` returns an error, and the background releaser releases the lock later.
     ///
     /// In SQLite, the fence takes the write lock of the database. Fence before the transaction
@@ -68,14 +69,12 @@ pub trait Fence<DB: Database> {
     ///
     /// In PostgreSQL, the fence locks one row `FOR KEY SHARE`. This blocks neither other locks nor
     /// renewals of this lock. With `REPEATABLE READ` and `SERIALIZABLE`, fence before the
-    /// transaction reads anything. Otherwise the server may report a conflict with a later renewal,
-    /// or the transaction may not see the grant yet ([`FenceError::Busy`]).
+    /// transaction reads anything. Otherwise the server may report a conflict with a renewal after
+    /// that read, or the snapshot may be older than the grant ([`FenceError::Busy`]).
     ///
-    /// With [`SqlMode::Spring`](crate::SqlMode::Spring), the fence takes other row locks, which the
-    /// page of this mode describes.
-    ///
-    /// The guard of a reader or a permit can fence too. Conflicting claims, and an upgrade of the
-    /// same guard, then wait until the transaction ends.
+    /// The guard of a reader or a permit can fence too. In PostgreSQL, a new reader that joins
+    /// other readers does not wait for the transaction. All other new claims, and conversions of
+    /// the same guard, wait until the transaction ends.
     ///
     /// In MariaDB and MySQL, the fence locks one row: `FOR UPDATE` for an exclusive lease,
     /// otherwise `LOCK IN SHARE MODE`. If several claims hold the key, an open transaction blocks
@@ -88,19 +87,25 @@ pub trait Fence<DB: Database> {
     /// grant, the fence returns [`FenceError::Busy`]. A hand-over within this process does not
     /// change the row, so the fence cannot detect that a snapshot is older than the hand-over.
     ///
+    /// With [`SqlMode::Spring`](crate::SqlMode::Spring), PostgreSQL locks the row of Spring's table
+    /// `FOR SHARE`, which also blocks renewals of this lock. MariaDB and MySQL lock this row and
+    /// the native row `FOR UPDATE`.
+    ///
     /// In PostgreSQL, a rollback to a savepoint also undoes a fence that is newer than the
     /// savepoint. Fence the outermost transaction, or make sure that the rollback also undoes all
-    /// protected writes. The fence locks the row even if it then finds that the lock is lost. In
-    /// that case, call [`Transaction::rollback`] at once: a dropped transaction is rolled back only
-    /// when its connection is used again or returns to its pool.
+    /// protected writes.
+    ///
+    /// The fence locks the row even if it then finds that the lock is lost. In that case, call
+    /// [`Transaction::rollback`] at once: a dropped transaction is rolled back only when its
+    /// connection is used again or returns to its pool.
     ///
     /// A session lock or a row lock ends with its connection. But the next grant must also change
     /// the lock's row, so it waits until this transaction ends. So the transaction commits before
     /// the next grant or not at all, even if the holder does not notice the end of its connection.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] if this guard no longer holds the lock. After any other error, it is
-    /// unknown whether this guard holds the lock.
+    /// [`FenceError::Lost`] if this guard no longer holds the lock. After any other [`FenceError`],
+    /// it is unknown whether this guard holds the lock.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the transaction open and possibly unchecked. Roll the transaction
@@ -159,7 +164,7 @@ pub enum FenceError {
         /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// The store's own statements, outside of the transaction, failed.
+    /// A statement of the store on its own connection failed. Only for session locks.
     #[error("fence on {key:?} failed")]
     #[non_exhaustive]
     Backend {

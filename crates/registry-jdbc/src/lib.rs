@@ -12,10 +12,10 @@
 //! A lock in a database server is a lease by default. Other values of `SqlMode` make it a lock of a
 //! connection, a row locked by a transaction, or a row in Spring Integration's table.
 //!
-//! A lease is a row. The row contains the claim that holds the lock, the reserved fencing tokens
-//! and the end of the lease. A grant of a lease is a single statement, so an interrupted
-//! acquisition leaves no open transaction. The engine in `registry-core` decides about waiting,
-//! renewal, hand-over and loss, and calls the backend through `LockBackend`.
+//! A lease is a row. The row contains the claim that holds the lock (or the record of several
+//! claims), the reserved fencing tokens and the end of the lease. A single statement writes a
+//! grant, so an interrupted acquisition leaves no open transaction. The engine in `registry-core`
+//! decides about waiting, renewal, hand-over and loss, and calls the backend through `LockBackend`.
 //!
 //! Three traits use the caller's own transaction:
 //!
@@ -63,7 +63,7 @@ mod lock_in;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 #[cfg_attr(
     not(lock_registry_mutants),
-    expect(dead_code, unreachable_pub, reason = "public only in the builds that test the tests")
+    expect(dead_code, unreachable_pub, reason = "public only with `--cfg lock_registry_mutants`")
 )]
 mod mutant;
 

@@ -36,10 +36,17 @@ pub trait LockIn<DB: Database>: Sync {
     ///
     /// The transaction stays open during the wait and keeps its row locks. So call this method
     /// before the transaction locks rows, and prefer a [limited wait](Self::try_lock_in_for).
-    /// Transactions that lock several keys must lock them in the same order. Otherwise they
-    /// deadlock, and the database ends one transaction ([`LockInError::Conflict`]). If one
-    /// transaction waits for a lease, the database cannot detect the deadlock, and both
-    /// transactions wait.
+    ///
+    /// Transactions that lock several keys must lock them in the same order. Otherwise two of them
+    /// can deadlock:
+    ///
+    /// - PostgreSQL detects the deadlock after `deadlock_timeout`, unless `busy_timeout` is
+    ///   shorter. One call then returns [`LockInError::Conflict`].
+    /// - PostgreSQL does not detect the deadlock if one transaction waits for a lease or an
+    ///   advisory lock.
+    /// - MariaDB and MySQL never detect it, because waiting calls poll.
+    ///
+    /// An undetected deadlock lasts until a limited wait ends.
     ///
     /// The lock belongs to the transaction, not to a guard. The transaction and guards of the same
     /// key exclude each other, even within this process. Locking the same key again in the same
@@ -50,10 +57,10 @@ pub trait LockIn<DB: Database>: Sync {
     /// over to a caller that is behind this caller in the queue.
     ///
     /// In PostgreSQL, the lock also works through a pooler in transaction mode. The transaction
-    /// must have the isolation level `READ COMMITTED`, the server's default. `REPEATABLE READ` and
-    /// `SERIALIZABLE` return [`LockInError::Isolation`] before anything is locked. The snapshot of
-    /// such a transaction is older than the grant, so the transaction would not see the writes of
-    /// the previous holder.
+    /// must have the isolation level `READ COMMITTED`, the server's default. With `REPEATABLE READ`
+    /// or `SERIALIZABLE`, the call locks nothing and returns [`LockInError::Isolation`]. The
+    /// snapshot of such a transaction is older than the grant, so the transaction would not see the
+    /// writes of the previous holder.
     ///
     /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
     /// lock timeout for a single statement. While a transaction holds the lock, an attempt to
@@ -220,8 +227,8 @@ pub enum LockInError {
         /// The database's error.
         source: sqlx::Error,
     },
-    /// The store's own statements, outside of the transaction, failed, or the server of the
-    /// transaction is read-only. Roll back.
+    /// Only in MariaDB and MySQL: a statement of the store on its own connection failed, or the
+    /// server of the transaction is read-only. Roll back.
     #[error("lock_in on {key:?} failed")]
     #[non_exhaustive]
     Backend {

@@ -1,5 +1,5 @@
-//! Deliberate bugs in the stores of database servers. A test enables one bug, and checks that
-//! another test finds the bug. Not compiled into a normal build.
+//! Deliberate bugs in the SQL stores. A test enables one bug, and checks that another test finds
+//! the bug. A normal build contains none of the bugs.
 //!
 //! With `--cfg lock_registry_mutants`, `switch_mutant` enables one bug at a time for the whole
 //! process. Call it before a store is opened, because the bug may change the store's statements.

@@ -52,8 +52,8 @@ pub trait RunIn<DB: Database> {
     /// transaction and commits it, so the tick is done exactly once. After a rollback, the tick is
     /// due again.
     ///
-    /// If several ticks were missed, one call runs the first. Repeat the call in another
-    /// transaction for the next tick.
+    /// With [`ScheduledJob::catch_up`], several ticks may be due. One call runs only the first of
+    /// them. Repeat the call in another transaction for the next tick.
     ///
     /// # Errors
     /// [`RunInError::Lock`] for the errors of [`ScheduledJob::run`]. [`RunInError::Fence`] for the
@@ -70,7 +70,7 @@ pub trait RunIn<DB: Database> {
 }
 
 /// The run of one tick in a transaction. Dropping it releases the lock of the job in the
-/// background, as soon as the transaction has ended.
+/// background. While the transaction is open, no other claim is granted the lock.
 #[derive(Debug)]
 #[must_use = "the tick is done when the transaction is committed"]
 pub struct TransactionRun {

@@ -27,8 +27,8 @@ use crate::store::{
 /// A lock store on Redis or Valkey servers.
 ///
 /// A grant lives until its lease ends on the server's clock. A fencing token is the server's time
-/// in microseconds, or the previous token of the key plus one, whichever is larger. Tokens
-/// therefore grow over releases, expiries, and a restart without data. A release publishes a
+/// in microseconds, or one more than the newest reserved token of the key, whichever is larger.
+/// Tokens therefore grow over releases, expiries, and a restart without data. A release publishes a
 /// message that wakes the waiters of all processes. If the server supports client tracking, a
 /// holder is notified as soon as another client changes or removes its lock.
 ///
@@ -40,9 +40,9 @@ use crate::store::{
 ///
 /// A backend uses two connections per server, regardless of the number of locks and waiters: one
 /// for commands, and one that receives release messages. The first waiter opens the second
-/// connection. With [`with_replicas`](RedisConfig::with_replicas) or
-/// [`with_fsync`](RedisConfig::with_fsync), four more connections per server carry the grants and
-/// renewals that wait for replicas or disks.
+/// connection. Each sentinel has one or two further connections. With
+/// [`with_replicas`](RedisConfig::with_replicas) or [`with_fsync`](RedisConfig::with_fsync), four
+/// more connections per server carry the grants and renewals that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
     /// The addresses of all configured servers, for errors that no single server caused.
@@ -68,7 +68,7 @@ impl WakeCheck for Storage {
 
 impl RedisBackend {
     /// Connects to the single server, the master, all masters of a cluster, or a majority of a
-    /// quorum.
+    /// quorum. Also reads the files of the options `ca`, `cert` and `key`.
     ///
     /// # Errors
     /// Returns a [`BackendError`] whose message names the remedy. `Misconfigured`: the
@@ -79,6 +79,8 @@ impl RedisBackend {
     /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         config.check()?;
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
         let addresses: Arc<str> = all_addresses(&config.servers).into();
         let with_address = |error: BackendError| error.with_address(Arc::clone(&addresses));
         let invalidations = InvalidationForwarder::new(key_names(&config));
@@ -406,9 +408,6 @@ impl fmt::Debug for RedisBackend {
 #[async_trait]
 impl OpenBackend for RedisConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        Ok(Arc::new(RedisBackend::open(config).await?))
+        Ok(Arc::new(RedisBackend::open(self.clone()).await?))
     }
 }

@@ -92,7 +92,7 @@ const OPTIONS: &[OptionRow] = &[
         "restart_guard",
         (Duration::ZERO, TIME_MAX),
         "`0s`",
-        "how long a master has no vote after its start; `0s`, or at least the `lease`",
+        "how long a master grants no locks after its start; `0s`, or at least the `lease`",
     )
     .only("redis+quorum stores", is_quorum),
     OptionRow::new(
@@ -321,7 +321,8 @@ pub enum Publish {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Fsync {
-    /// A grant counts as soon as the server has responded.
+    /// A grant need not be on disk. It counts as soon as the server, and the replicas that
+    /// [`with_replicas`](RedisConfig::with_replicas) requires, have it.
     #[default]
     NotRequired,
     /// The server must have written the grant to disk, and so must the number of replicas that
@@ -383,7 +384,7 @@ impl RedisConfig {
     }
 
     /// Configures a quorum of independent masters. A claim holds the lock if more than half of the
-    /// masters have granted it.
+    /// masters have granted it. At least three masters are required.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self::with_servers(ServerAddresses::Quorum(tcp_addresses(masters)))
@@ -520,7 +521,7 @@ impl RedisConfig {
     }
 
     /// Encrypts the connections and verifies the servers against the host's certificate
-    /// authorities. Requires the feature `tls`.
+    /// authorities. A connection over a Unix socket is never encrypted. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self) -> Self {
@@ -627,7 +628,8 @@ impl RedisConfig {
     }
 
     /// Sets how long the newest fencing token of a key is stored after its last grant. The default
-    /// is one day. Tokens grow even after that time, unless the server's clock goes backwards.
+    /// is one day. The token is stored for at least twice the lease. Tokens grow even after the
+    /// stored token has expired, unless the server's clock goes backwards.
     #[must_use]
     pub fn with_token_memory(mut self, token_memory: Duration) -> Self {
         self.token_memory = token_memory;
@@ -638,8 +640,9 @@ impl RedisConfig {
     /// default is 0.
     ///
     /// If a grant does not reach the replicas in [time](Self::with_replica_timeout), the store
-    /// releases it and returns a store error. This setting reduces the risk that a failover frees a
-    /// held lock. A risk remains, because a failover may promote a replica without the grant.
+    /// releases it and returns a store error. A renewal that does not reach them also returns a
+    /// store error. This setting reduces the risk that a failover frees a held lock. A risk
+    /// remains, because a failover may promote a replica without the grant.
     #[must_use]
     pub fn with_replicas(mut self, replicas: u32) -> Self {
         self.durability.replicas = replicas;
@@ -654,7 +657,8 @@ impl RedisConfig {
         self
     }
 
-    /// Sets the time limit for the replicas and disks that a grant needs. The default is 1 s.
+    /// Sets the time limit for the replicas and disks that a grant or renewal needs. The default is
+    /// 1 s.
     #[must_use]
     pub fn with_replica_timeout(mut self, limit: Duration) -> Self {
         self.durability.limit = limit;
@@ -662,8 +666,8 @@ impl RedisConfig {
         self
     }
 
-    /// Sets the minimum uptime of a quorum master. A master with a shorter uptime has no vote. The
-    /// default is zero.
+    /// Sets the minimum uptime of a quorum master. Clients measure it from the first response of
+    /// the server process. A master with a shorter uptime grants no locks. The default is zero.
     ///
     /// Use this setting for masters that may lose data at a restart. Set at least the longest lease
     /// in use. A master that logs all writes (`appendfsync always`) does not need a minimum uptime.
@@ -794,7 +798,7 @@ impl RedisConfig {
             self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
         }
         if !self.is_replica_timeout_set {
-            // The engine ignores a grant that arrives after its time-out, so the wait for replicas
+            // The engine releases a grant that arrives after its time-out, so the wait for replicas
             // must be shorter.
             self.durability.limit = REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN);
         }

@@ -73,7 +73,8 @@ pub(crate) struct RedisConnections {
 }
 
 impl RedisConnections {
-    /// Creates the topology. [`connect`](Self::connect) opens the connections.
+    /// Creates the topology. Its background tasks may connect to sentinels or cluster members at
+    /// once. [`connect`](Self::connect) opens the other connections.
     pub(crate) async fn new(
         config: &RedisConfig,
         channel_scheme: ChannelScheme,
@@ -240,7 +241,7 @@ impl RedisConnections {
         to_backend_error(error).with_address(self.topology.address(node))
     }
 
-    /// Closes the subscriber connections.
+    /// Closes the subscriber connections. The command connections close when they are dropped.
     pub(crate) async fn close(&self) {
         for node in self.topology.nodes().await.unwrap_or_default() {
             node.listener.close();

@@ -65,7 +65,7 @@ impl RedisStore {
         }
         if value("aof_enabled") == Some("0") {
             findings.push(Finding::warning(
-                "the server does not persist its writes: a restart frees all locks; set appendonly yes and appendfsync always",
+                "the server does not log its writes: a restart may free held locks; set appendonly yes and appendfsync always",
             ));
         } else if let Some(fsync) = self.fetch_setting(node, "appendfsync").await
             && fsync != "always"
@@ -97,7 +97,7 @@ impl RedisStore {
         Ok(findings)
     }
 
-    /// Fetches a server setting. Returns `None` if the user may not read it. Most managed servers
+    /// Fetches a server setting. Returns `None` after any error, because most managed servers
     /// forbid `CONFIG`.
     async fn fetch_setting(&self, node: &Arc<RedisNode>, name: &str) -> Option<String> {
         let command = redis::cmd("CONFIG").arg("GET").arg(name).to_owned();
@@ -151,7 +151,7 @@ impl RedisStore {
     }
 
     /// Loads the time for which a client has observed the process `run_id` of a single server.
-    /// Returns zero if no client has stored a time for this `run_id`.
+    /// Returns zero if no time is stored for this `run_id`.
     pub(crate) async fn load_process_age(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(Duration::ZERO) };
         let command = redis::cmd("GETEX").arg(self.names.process_age_key()).to_owned();
@@ -164,7 +164,8 @@ impl RedisStore {
         Ok(Duration::from_millis(age_ms.unwrap_or(0)))
     }
 
-    /// Stores on a single server that this client has observed the process `run_id` for `age`.
+    /// Stores `age` on a single server as the minimum age of the process `run_id`. The stored age
+    /// expires after `token_memory`.
     pub(crate) async fn save_process_age(
         &self,
         run_id: &str,

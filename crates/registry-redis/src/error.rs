@@ -21,8 +21,8 @@ pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
     if refused { backend_error.as_refused() } else { backend_error }
 }
 
-/// Returns the error without the user name, or `None` if the error contains no user name. Valkey 9
-/// includes the user name in messages about missing rights.
+/// Returns the error without the user name, or `None` if the error contains no user name. Some
+/// servers, such as Valkey 9, include the user name in messages about missing rights.
 fn redact_user(error: &RedisError) -> Option<RedisError> {
     let detail = error.detail()?;
     let (before, rest) = detail.split_once("User ")?;

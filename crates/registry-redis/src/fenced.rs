@@ -78,7 +78,8 @@ pub enum ScriptReply {
 /// The body receives its own `KEYS` and `ARGV`, and may return any value that [`ScriptReply`] can
 /// represent. You can also run the script with another Redis client. Send [`source`](Self::source)
 /// with the token key before the body's keys, and the token before the body's arguments. The script
-/// returns `{1, reply}` or `{0, newest token}`.
+/// returns `{1, reply}`, or `{1}` if the body returns nothing. If a larger token has written, the
+/// script returns `{0, newest token}`.
 #[derive(Clone)]
 pub struct FencedScript(std::sync::Arc<Script>);
 
@@ -124,6 +125,10 @@ impl FencedWrites {
     /// Connects to the servers of the resources. Refuses a quorum, because its masters share no
     /// data.
     ///
+    /// A write counts as soon as the server has responded. It does not wait for the replicas and
+    /// disks of [`with_replicas`](RedisConfig::with_replicas) and
+    /// [`with_fsync`](RedisConfig::with_fsync).
+    ///
     /// # Errors
     /// Returns the errors of [`RedisBackend::open`](crate::RedisBackend::open), and `Misconfigured`
     /// for a quorum.
@@ -139,6 +144,8 @@ impl FencedWrites {
             )
             .as_refused());
         }
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
         let connections = RedisConnections::new(
             &config,
             channel_scheme(&config),
@@ -190,8 +197,9 @@ impl FencedWrites {
     /// all keys must share the slot of the resource.
     ///
     /// # Errors
-    /// Returns the errors of [`set`](Self::set), `Misconfigured` without a key, and `Protocol` for
-    /// an error that the script raises.
+    /// Returns the errors of [`set`](Self::set), and `Misconfigured` without a key. The code of an
+    /// error that the script raises determines its kind: `Protocol` for `ERR` and unknown codes.
+    /// Earlier writes of this script remain.
     ///
     /// # Cancel safety
     /// The same as [`set`](Self::set).
@@ -217,7 +225,14 @@ impl FencedWrites {
             call = call.arg(*argument);
         }
         let slot = if self.is_cluster { hash_slot(resource) } else { 0 };
-        match self.connections.run(slot, &call).await? {
+        let response =
+            self.connections.run(slot, &call).await.map_err(|error| match error.kind() {
+                // The server refused the whole script, or the request was not sent.
+                BackendErrorKind::Transient => error,
+                // A command of the script may have failed after earlier commands had written.
+                _ => error.as_unknown(),
+            })?;
+        match response {
             Value::Array(parts) => match &parts[..] {
                 [Value::Int(1)] => Ok(Fenced::Written(ScriptReply::Nil)),
                 [Value::Int(1), reply] => Ok(Fenced::Written(parse_reply(reply)?)),

@@ -1,11 +1,11 @@
 //! Redis and Valkey as a lock store.
 //!
 //! By default, an exclusive lock is a string key with an expiry. Its value holds the claim, the
-//! fencing token, the time of acquisition and a readable label. Each change of a lock is made by a
-//! single script, which the server executes atomically, so a failed acquisition leaves no partial
-//! record. A published message wakes the waiters. This crate does not contain local queues, renewal
-//! schedules, hand-over or loss detection. The engine in `registry-core` implements them and drives
-//! a backend through `LockBackend`.
+//! fencing token, the time of acquisition and a readable label. A single script makes each change
+//! of a lock on a server. The server executes the script atomically, so a failed acquisition leaves
+//! no partial record. A published message wakes the waiters. This crate does not contain local
+//! queues, renewal schedules, hand-over or loss detection. The engine in `registry-core` implements
+//! them and drives a backend through `LockBackend`.
 //!
 //! The store is a single server, the master that sentinels report, a cluster, or a quorum of
 //! independent masters; see [`RedisConfig`]. A [`Layout`] determines the keys and values of a lock:

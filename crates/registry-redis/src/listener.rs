@@ -2,9 +2,10 @@
 //! lock has one subscription. This module handles channels and does not interpret locks. A
 //! `RedisNode` owns one [`ReleaseListener`].
 //!
-//! A broken connection may lose messages, so every reconnection wakes all waiters. The engine also
-//! polls, so no waiter depends on messages alone. Lock commands never use this connection, because
-//! a push message could be mistaken for the response to a command.
+//! A broken connection may lose messages, so each new subscription wakes the waiters of its
+//! channel. The engine also polls, so no waiter depends on messages alone. Lock commands never use
+//! this connection, because the client library can mistake a push message for the response to a
+//! command.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -47,7 +48,7 @@ struct ChannelTable {
     scheme: ChannelScheme,
     channels: Mutex<HashMap<Arc<str>, ReleaseChannel>>,
     waiters: Waiters<Arc<str>>,
-    /// Notified when another server has replaced the current server.
+    /// Notified when another server may have replaced the current server.
     reset_requested: Notify,
 }
 
@@ -89,7 +90,8 @@ impl ReleaseListener {
     }
 
     /// Waits for an event on the channel `name` after the event with the number `event_seq`. The
-    /// confirmation of a subscription is such an event.
+    /// confirmation of a subscription is such an event. Also returns when the listener closes, or
+    /// when the channel has moved to another server.
     pub(crate) async fn wait(&self, name: &str, event_seq: u64) {
         let name: Arc<str> = name.into();
         let waiter = self.table.waiters.register(Arc::clone(&name), ());
@@ -118,7 +120,7 @@ impl ReleaseListener {
         channels.get(name).is_some_and(|channel| channel.is_subscribed)
     }
 
-    /// Replaces the connection, because another server has replaced the current server.
+    /// Replaces the connection, because another server may have replaced the current server.
     pub(crate) fn reset(&self) {
         self.table.reset_requested.notify_one();
     }
@@ -240,8 +242,8 @@ enum DisconnectReason {
     ListenerDropped,
 }
 
-/// Subscribes to the channels and handles messages, until the connection breaks or the listener is
-/// dropped.
+/// Subscribes to the channels and handles messages, until the connection breaks, a reset is
+/// requested, or the listener is dropped.
 async fn serve(
     table: &ChannelTable,
     mut connection: MultiplexedConnection,

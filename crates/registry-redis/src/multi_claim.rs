@@ -301,7 +301,7 @@ pub(crate) enum AttemptResult {
 /// The outcome of a conditional write.
 enum Written {
     Yes(Attempt),
-    /// Another client has changed the value. This is the current value.
+    /// The stored value differs from the expected value. Contains the stored value.
     No(StoredValue),
 }
 

@@ -22,8 +22,9 @@ use registry_core::{ClaimId, InvalidKey, Key};
 use crate::config::Layout;
 use crate::slot::{hash_slot, hash_tag};
 
-/// The characters that are escaped in a key. A brace would change the hash tag, and `%` starts an
-/// escape sequence. Escaped control characters keep the names readable.
+/// The characters that are escaped in the keys and namespaces of the native layout. A brace would
+/// change the hash tag, and `%` starts an escape sequence. Escaped control characters keep the
+/// names readable.
 const ESCAPED_IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
 
 #[derive(Debug, Clone)]
@@ -123,7 +124,8 @@ impl RedisKeyNames {
         }
     }
 
-    /// Returns a channel of this namespace that belongs to no lock, to check the right to publish.
+    /// Returns a channel of this namespace, to check the right to publish. No lock has this
+    /// channel, except the lock of the key `}` in the Spring layout.
     pub(crate) fn probe_channel(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
@@ -158,7 +160,9 @@ impl RedisKeyNames {
         }
         let lock = self.lock_name(key);
         if lock.starts_with(TOKEN_PREFIX) || lock.starts_with(FENCE_PREFIX) {
-            return Err(InvalidKey::layout("it collides with the token key of another lock"));
+            return Err(InvalidKey::layout(
+                "it collides with the token key of a lock or of a fenced resource",
+            ));
         }
         if !self.is_cluster {
             return Ok(());
@@ -173,7 +177,7 @@ impl RedisKeyNames {
         Ok(())
     }
 
-    /// Returns the key of the lock if `name` is the Redis key of a lock in this namespace.
+    /// Returns the key of the lock if `name` can be the Redis key of a lock in this namespace.
     pub(crate) fn parse_key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {

@@ -1,12 +1,13 @@
 //! A quorum of independent masters. A claim holds the lock if more than half of the masters grant
 //! it.
 //!
-//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis"), whose validity time the
-//! engine measures on a monotonic clock. In addition, a grant has a fencing token. If a majority already reports the same token from an earlier round, the
-//! quorum chooses this token. Otherwise it chooses the largest token that the granting masters
-//! returned. The quorum writes the chosen token to a majority that still has the claim, and only
-//! then reports the grant. Any later grant shares a master with that majority, so its token is
-//! larger. The exception is a shared master that lost its data and whose clock is behind.
+//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis"). The engine measures the
+//! validity time on a monotonic clock. In addition, a grant has a fencing token. If a majority
+//! already reports the same token from an earlier round, the quorum chooses this token. Otherwise
+//! it chooses the largest token that the granting masters returned. The quorum writes the chosen
+//! token to a majority that still has the claim, and only then reports the grant. Any later grant
+//! shares a master with that majority, so its token is larger. The exception is a shared master
+//! that lost its data and whose clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, the quorum awaits them for a grace period, which the
@@ -50,7 +51,7 @@ struct QuorumMaster {
     /// The `run_id` of the first server process that responded at this address. Empty if the user
     /// may not read the `run_id`.
     first_run_id: OnceLock<String>,
-    /// The process that responded to the last attempt.
+    /// The process that responded to the last attempt. `None` while `min_uptime` is zero.
     observed_process: Mutex<Option<ObservedProcess>>,
 }
 
@@ -59,8 +60,7 @@ struct ObservedProcess {
     run_id: String,
     since: Instant,
     /// Until this time, attempts skip the check of the process age. The next check stores the age
-    /// on the server again, before the stored age expires. `None` before the first successful check
-    /// of this client.
+    /// on the server again. `None` before the first successful check of this client.
     verified_until: Option<Instant>,
 }
 
@@ -308,7 +308,8 @@ impl Quorum {
 
     /// Returns `Freed` if a majority of the masters had the lock. Also returns `Freed` if at least
     /// one master had the lock and, with the unresponsive masters, a majority may have had it. If
-    /// all masters respond, at most one of several concurrent releases of one lock returns `Freed`.
+    /// all masters respond in time, at most one of several concurrent releases of one lock returns
+    /// `Freed`.
     async fn await_release(
         &self,
         mut requests: PendingResponses<Release>,
@@ -345,7 +346,8 @@ impl Quorum {
     }
 
     /// Waits until a majority of the masters has reported a possible release of the key. Only
-    /// reports after the event with this sequence number count.
+    /// reports after the event with this sequence number count. With [`NEVER_WOKEN`], this function
+    /// never returns.
     pub(crate) async fn wait(&self, key: &Key, event_seq: u64) {
         let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, event_seq)));
         let mut waits: Vec<_> = waits.collect();
@@ -426,7 +428,7 @@ impl Quorum {
             return Err(self.no_majority_error(Some(example)));
         }
         findings.extend(unreachable.iter().map(|error| {
-            Finding::warning(format!("a master of the quorum cannot be reached: {error}"))
+            Finding::warning(format!("a master of the quorum cannot be checked: {error}"))
         }));
         findings.extend(self.diagnose_duplicates().await);
         findings.extend(self.diagnose_clock_skew().await);
@@ -524,12 +526,13 @@ impl QuorumMaster {
     }
 
     /// Returns whether this or another client has observed the server process for at least
-    /// `min_uptime`. If this client has, stores that fact on the server.
+    /// `min_uptime`. If this client has, or if an earlier check of this client has succeeded,
+    /// stores that fact on the server.
     ///
     /// The uptime that a server reports depends on its wall clock, which an administrator can
     /// change. Clients therefore measure the age on monotonic clocks, from the process's first
-    /// response. The first client that measures `min_uptime` stores this age on the server, for
-    /// clients that start later.
+    /// response. A client that has measured `min_uptime` stores this age on the server, for clients
+    /// that start later.
     async fn verify_min_uptime(&self) -> Result<bool, BackendError> {
         let run_id = self.store.fetch_run_id().await?;
         let (age, is_verified) = {
@@ -549,8 +552,8 @@ impl QuorumMaster {
         }
         // A process that has reached `min_uptime` once stays old enough.
         if age >= self.min_uptime || self.had_min_uptime(&run_id) {
-            // Other clients read the stored age. If the user may not write the age, they measure
-            // the full `min_uptime` themselves.
+            // Other clients read the stored age. If this write fails, they measure the full
+            // `min_uptime` themselves.
             let _ = self.store.save_process_age(&run_id, self.min_uptime).await;
         } else if self.store.load_process_age(&run_id).await? < self.min_uptime {
             return Ok(false);
@@ -601,8 +604,9 @@ impl QuorumMaster {
     }
 
     /// Releases the claim. Retries after an error until the lease ends, unless
-    /// [`CONCURRENT_RETRIES_MAX`] others retry at this master. If `may_still_grant` returns true,
-    /// also retries after `NotHeld`, because a late request may still acquire the lock.
+    /// [`CONCURRENT_RETRIES_MAX`] other releases and withdrawals retry at this master. If
+    /// `may_still_grant` returns true, also retries after `NotHeld`, because a late request may
+    /// still acquire the lock.
     async fn release_with_retries(
         &self,
         claim: &Claim,
@@ -632,8 +636,10 @@ impl QuorumMaster {
         }
     }
 
-    /// Withdraws this round's grant. If the master's response is unknown, repeats the withdrawal,
-    /// because the master may grant the claim later.
+    /// Withdraws this round's grant. Retries after an error until the lease ends, unless
+    /// [`CONCURRENT_RETRIES_MAX`] other releases and withdrawals retry at this master. If the
+    /// round's result at this master is unknown, also retries after `NotHeld`, because the master
+    /// may grant the claim later.
     async fn withdraw(&self, claim: &Claim, round_state: &RoundState, index: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = RETRY_PAUSE_MIN;
@@ -778,11 +784,7 @@ impl<'a> QuorumRound<'a> {
             return quorum.outcome_without_majority(granted.len(), first_error, busy, event_seq);
         }
         self.write_token(token).await.map(|is_written| {
-            if is_written {
-                RoundOutcome::Granted(token, lease)
-            } else {
-                RoundOutcome::Split(None)
-            }
+            if is_written { RoundOutcome::Granted(token, lease) } else { RoundOutcome::Split(None) }
         })
     }
 
@@ -851,8 +853,8 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// No two masters report the same token, or too few masters confirmed the token. The attempt
-    /// returns the contained result if all further rounds also end this way.
+    /// No two busy masters report the same token, or too few masters confirmed the token. The
+    /// attempt returns the contained result if all further rounds also end this way.
     Split(Option<AcquireResult>),
 }
 
@@ -981,8 +983,8 @@ impl Votes {
         {
             return true;
         }
-        // If the round can no longer acquire the lock, further responses decide between `Busy` and a
-        // store error.
+        // If the round can no longer acquire the lock, further responses decide between `Busy` and
+        // a store error.
         let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
         if busy.len() + failed > quorum.failures_max()
             && !(lacks_majority_of_votes && is_in_grace_period)

@@ -1,5 +1,5 @@
 //! Parses the value of a lock's key in the native layout: the readable text
-//! `CLAIM TOKEN SINCE LABEL`.
+//! `CLAIM TOKEN SINCE LABEL`. In a quorum, a dot and a round follow the token.
 
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ impl ExclusiveRecord {
     }
 }
 
-/// Converts the result of PTTL. Returns `None` for a key without an expiry.
+/// Converts the result of PTTL. Returns `None` for a missing key and for a key without an expiry.
 pub(crate) fn parse_pttl(remaining_ms: i64) -> Option<Duration> {
     u64::try_from(remaining_ms).ok().map(Duration::from_millis)
 }

@@ -1,9 +1,9 @@
 //! The Lua scripts that the servers execute atomically.
 //!
 //! The body of a script is the same for all layouts. `Scripts` prepends the functions that depend
-//! on the layout, see `script/layout`. A token is the server's time in microseconds, or larger if an
-//! earlier token is not smaller than that time. A Lua number represents tokens exactly up to 2^53,
-//! which corresponds to the year 2255.
+//! on the layout, see `script/layout`. A token is the server's time in microseconds, or larger if
+//! an earlier token is not smaller than that time. A Lua number represents tokens exactly up to
+//! 2^53, which corresponds to the year 2255.
 
 use std::sync::OnceLock;
 
@@ -47,7 +47,8 @@ pub(crate) struct Scripts {
     pub(crate) waiters: Script,
     /// Stores the token that the quorum has chosen.
     pub(crate) store_token: Script,
-    /// Releases a claim's grant if the given quorum round wrote it, and publishes the release.
+    /// Releases a claim's grant if the grant's latest round is the given quorum round, and
+    /// publishes the release.
     pub(crate) withdraw: Script,
 }
 
@@ -157,8 +158,9 @@ impl ScriptCall<'_> {
         self
     }
 
-    /// Sends `CLIENT CACHING YES` before the script. The server then sends invalidations for the
-    /// locks of this call.
+    /// Makes the node send `CLIENT CACHING YES` before the script, unless the slot is migrating or
+    /// a server refuses client tracking. The server then sends invalidations for the locks of this
+    /// call.
     pub(crate) fn with_tracking(self) -> Self {
         Self { is_tracked: true, ..self }
     }

@@ -62,6 +62,7 @@ pub(crate) enum BatchResult {
 
 /// The holder of a lock, and its claim as the store records it.
 pub(crate) struct ClaimHolder {
+    /// Empty for a claim in a record of several claims.
     pub(crate) claim: Vec<u8>,
     pub(crate) holder: Holder,
 }
@@ -72,7 +73,7 @@ pub(crate) struct RedisStore {
     pub(crate) scripts: &'static Scripts,
     /// In a cluster, each lock belongs to a hash slot.
     is_cluster: bool,
-    /// The store is a single server, without sentinels.
+    /// The configuration is a single server: no sentinels, cluster or quorum.
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
     pub(crate) publish_command: &'static str,
@@ -121,7 +122,8 @@ impl RedisStore {
         }
     }
 
-    /// Returns whether the store is a single server. Findings of such a store need no server name.
+    /// Returns whether the configuration is a single server, whose findings need no server name.
+    /// Returns false for a master of a quorum.
     pub(crate) fn is_single_server(&self) -> bool {
         self.is_single
     }
@@ -184,7 +186,9 @@ impl RedisStore {
     }
 
     /// Tries to acquire the exclusive locks of all claims with one script. Declines claims of
-    /// different slots, grants that must be durable, and keys with a record of several claims.
+    /// different slots, grants that must be durable, and keys with a record of several claims. Also
+    /// declines if a server of a cluster refuses the script, or if the token of an earlier grant is
+    /// not stored.
     pub(crate) async fn try_acquire_all(
         &self,
         claims: &[Claim],
@@ -220,7 +224,7 @@ impl RedisStore {
                     [token, Value::Int(remaining)] => {
                         let token = parse_integer(token);
                         let token = token.and_then(|token| FencingToken::try_from(token).ok());
-                        // Without an expiry, the grant never ends; see `parse_acquire_response`.
+                        // A grant without an expiry does not end; see `parse_acquire_response`.
                         let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
                         Ok((token.ok_or_else(unexpected_response)?, lease))
                     }
@@ -402,7 +406,7 @@ impl RedisStore {
         join_all(released).await
     }
 
-    /// Releases the claim's grant if the round `round_id` wrote it.
+    /// Releases the claim's grant if the grant's latest round is `round_id`.
     pub(crate) async fn withdraw(
         &self,
         claim: &Claim,
@@ -603,9 +607,10 @@ impl RedisStore {
         if self.is_cluster { hash_slot(lock) } else { 0 }
     }
 
-    /// Returns the time in ms for which the token key is stored. The token key outlives the lease,
-    /// because in foreign layouts only this key contains the grant's token. The time also covers
-    /// the interval until the clock has passed the last reserved token.
+    /// Returns the time in ms for which the token key is stored. The token key outlives a lease
+    /// that is not renewed, because in foreign layouts only this key contains the grant's token.
+    /// Renewals do not extend the time. The time also covers the interval until the clock has
+    /// passed the last reserved token.
     pub(crate) fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
         ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
@@ -646,7 +651,7 @@ fn parse_acquire_response(
             let is_token_written =
                 !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
-            // Without an expiry, which another client has removed, the grant never ends.
+            // Another client has removed the expiry, so the grant does not end by itself.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
             Ok(ExclusiveAttempt::Decided(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
@@ -745,7 +750,7 @@ const SCAN_COUNT: usize = 500;
 /// The number of locks per call of the inspect script. A script blocks all other clients of its
 /// server, so it must be short.
 const KEYS_PER_INSPECTION: usize = 20;
-/// The number of concurrent calls of the inspect script.
+/// The maximum number of concurrent calls of the scripts `inspect` and `waiters` per operation.
 pub(crate) const INSPECTIONS_MAX: usize = 32;
-/// The time limit for listing all locks: ten times the engine's default time-out.
+/// The time limit for the scan of one server: ten times the engine's default time-out.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,5 +1,5 @@
-//! Verifies that the locks in a recorded history kept their promises. Each promise has its own
-//! check; [`check`] runs them.
+//! Verifies that the locks in a recorded history kept their promises. [`check`] runs the checks
+//! that every store must pass. Some checks verify several promises.
 //!
 //! The checks report no false violation, and are fast enough to run over a complete history. An
 //! operation with an unknown outcome may have taken effect at any later time, or never; the checks
@@ -67,8 +67,8 @@ pub fn check_queued(history: &History) -> Result<CheckCounts, Violation> {
     check_with(history, busy_answers_queued)
 }
 
-/// Runs the checks of a history whose busy answers are not judged: [`token_order`] and
-/// [`validity`]. Returns the number of judged grants.
+/// Runs only [`token_order`] and [`validity`], for a history whose "busy" answers and writes are
+/// not judged. Returns the number of grants in the history.
 ///
 /// # Errors
 /// Returns the first [`Violation`].

@@ -20,8 +20,8 @@ pub fn assert_acquire_error(error: &LockError, key: &str, address: &str) -> Stri
     cause.to_owned()
 }
 
-/// Returns the `Debug` text, the pretty `Debug` text and the `Display` text of `error` and of its
-/// sources.
+/// Returns the `Debug` text of `error`, followed by the `Display` text and the pretty `Debug` text
+/// of `error` and of its sources.
 #[must_use]
 pub fn error_text(error: &dyn Error) -> String {
     let mut text = format!("{error:?}");

@@ -1,8 +1,8 @@
 //! A recorder of lock operations for tests, and the resulting history, which `check` verifies.
 //!
-//! Each operation is recorded in two steps: before it begins and after it has answered. It took
-//! effect within the window between the two. An operation that never answered has an unknown
-//! outcome, for example because its future was dropped or its process killed.
+//! Each operation is recorded in two steps: before it begins and after it has answered. The
+//! operation took effect within the window between these steps. An operation that never answered
+//! has an unknown outcome, for example because its future was dropped or its process killed.
 
 mod event;
 mod record;
@@ -246,8 +246,8 @@ impl AcquireRecord {
     }
 }
 
-/// A lock that is held, as far as the recorder knows. Dropping it without a release records a
-/// holder that has ended without a release.
+/// A lock that is held, as far as the recorder knows. If this value is dropped without a release,
+/// the history contains a grant that was never released.
 #[derive(Debug)]
 #[must_use = "a hold that is forgotten is recorded as never released"]
 pub struct HoldRecord(RecordedOperation);
@@ -285,8 +285,8 @@ impl HoldRecord {
     }
 }
 
-/// A conversion without an answer yet. Dropping it leaves its outcome unknown, and records a holder
-/// that has no guard any more.
+/// A conversion without an answer yet. Dropping it leaves its outcome unknown. The holder then has
+/// no guard any more.
 #[derive(Debug)]
 #[must_use = "a conversion without an answer is recorded as unknown"]
 pub struct ConvertRecord(RecordedOperation);

@@ -38,7 +38,7 @@ const URL_VARIABLE: &str = "TESTKIT_CHILD_PROCESS_URL";
 /// process. Returns at once if this test was not started as a child process.
 ///
 /// # Panics
-/// If no runtime can be created.
+/// If no runtime can be created, or if `program` panics.
 pub fn run_child_process(program: impl AsyncFnOnce(String)) {
     let Ok(url) = std::env::var(URL_VARIABLE) else { return };
     // Ends the line that the test harness has begun.
@@ -134,8 +134,8 @@ pub enum HolderRequest {
         tasks: u32,
         /// How long a task holds the lock each time.
         hold: Duration,
-        /// The total duration. An acquisition that still waits at its end is cancelled and counts
-        /// towards the longest wait.
+        /// The total duration. An acquisition that still waits at the end of `span` returns without
+        /// the lock, and counts towards the longest wait.
         span: Duration,
     },
     /// Acquire and release locks repeatedly, in several tasks. Returns after all tasks have ended.
@@ -227,7 +227,7 @@ pub struct LockHolder {
 }
 
 impl LockHolder {
-    /// Starts a program that calls [`serve`].
+    /// Starts a program that calls [`serve`], and waits until it is ready.
     pub async fn spawn_command(command: Command) -> io::Result<Self> {
         let holder = Self { process: HelperProcess::spawn(command)?, next: READY + 1 };
         let ready = PendingReply { number: READY, lines_before: 0 };
@@ -246,8 +246,8 @@ impl LockHolder {
         &self.process
     }
 
-    /// Closes the standard input of the process, as the death of this test would. The process then
-    /// releases all locks and ends.
+    /// Closes the standard input of the process, as the kernel does when the test process ends. The
+    /// helper process then releases all locks and ends.
     pub fn close_input(&mut self) {
         self.process.close_stdin();
     }
@@ -279,7 +279,7 @@ impl LockHolder {
     ///
     /// # Errors
     /// Returns `TimedOut`, with all output of the process, if `limit` expires or the output has
-    /// ended. Returns `Other` if the request failed.
+    /// ended. Returns `Other` if the request failed, and `InvalidData` if the result is no `T`.
     ///
     /// # Cancel safety
     /// Dropping the future loses no reply.
@@ -344,8 +344,8 @@ impl LockHolder {
         self.held(pending, limit).await
     }
 
-    /// Waits until the store has responded that another claim holds `key`. The registry must have
-    /// the [`BusyPrinter`].
+    /// Waits until the store has responded that another claim holds `key`. A response before this
+    /// call counts as well. The registry must have the [`BusyPrinter`].
     pub async fn wait_until_busy(&self, key: &str, limit: Duration) -> io::Result<()> {
         let is_busy = |line: &str| {
             let notice: BusyNotice = serde_json::from_str(line).ok()?;
@@ -375,8 +375,8 @@ impl LockHolder {
         self.request(HolderRequest::Lost { key: key.into() }, limit).await
     }
 
-    /// Returns the lock of `key` if the process believes that it holds it, with the remaining
-    /// validity.
+    /// Returns the lock of `key`, with its remaining validity, if the process has a guard that is
+    /// still held. Otherwise returns `None`.
     pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
         self.request(HolderRequest::Status { key: key.into() }, limit).await
     }
@@ -384,7 +384,8 @@ impl LockHolder {
     /// Makes the process release all locks and end, and waits until it has ended.
     ///
     /// # Errors
-    /// As [`reply`](Self::reply), also if a lock could not be released.
+    /// As [`reply`](Self::reply). Also returns an error if a lock could not be released, or if the
+    /// exit status of the process is not zero.
     pub async fn quit(mut self, limit: Duration) -> io::Result<()> {
         let pending = self.send_message(Message::Close)?;
         let clean: bool = self.reply(pending, limit).await?;
@@ -396,8 +397,9 @@ impl LockHolder {
         }
     }
 
-    /// Returns the events recorded so far. The record is complete once the process has ended, even
-    /// if it was killed.
+    /// Returns the events recorded so far. The record is complete once the standard output of the
+    /// process has ended, even if the process was killed. The end of the process can be detected
+    /// shortly before the end of its output.
     #[must_use]
     pub fn events(&self) -> Vec<HistoryEvent> {
         let lines = self.process.lines();

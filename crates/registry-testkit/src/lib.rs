@@ -1,8 +1,8 @@
 //! Test support for lock-registry: servers, fault injection, helper processes, and recorded
 //! histories with their checks. The library itself uses no store backend.
 //!
-//! The modules appear in the order of use in a fault test: ports, network faults, other processes,
-//! recorded histories, checks.
+//! The modules appear in the order of use in a fault test: ports, faults, processes, servers, lock
+//! holders, recorded histories, checks.
 //!
 //! # Errors
 //!

@@ -48,8 +48,8 @@ pub(crate) struct ManagedProcess {
 }
 
 impl ManagedProcess {
-    /// Starts `command`, which must stay in the foreground. Only its program, arguments and
-    /// environment are used.
+    /// Starts `command`, which must stay in the foreground. Uses only its program, its arguments
+    /// and the environment variables that it sets.
     pub(crate) fn launch(command: &Command) -> io::Result<Self> {
         let mut supervisor = Command::new("sh");
         supervisor.args(["-c", SUPERVISOR_SCRIPT, "sh", "env"]);
@@ -110,7 +110,8 @@ impl ManagedProcess {
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).map(Pid::from_raw).collect()
     }
 
-    /// Stops the server and its children (SIGSTOP). They execute nothing after this returns.
+    /// Stops the server and its children (SIGSTOP). On Linux, they execute nothing after this
+    /// returns.
     pub(crate) fn pause(&self) -> io::Result<()> {
         let pid = self.pid()?;
         pause_process(pid)?;
@@ -160,8 +161,8 @@ impl ManagedProcess {
         self.supervisor.wait_exit(SERVER_TIME_LIMIT).await.map_err(io::Error::other)
     }
 
-    /// Kills the server and its children, as a machine crash would. They have ended when this
-    /// returns.
+    /// Kills the server and its children (SIGKILL), so that the server does not shut down cleanly.
+    /// They have ended when this returns.
     pub(crate) fn kill(self) {
         let Some(pid) = self.pid.filter(|_| self.is_up()) else { return };
         let children = self.children();

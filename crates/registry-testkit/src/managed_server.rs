@@ -33,7 +33,7 @@ pub trait ServerDescription: Debug + Clone + Default + Send + Sync {
     /// The program's name, and how it is stopped.
     const PROGRAM: ServerProgram;
 
-    /// Returns the server program if the options name none.
+    /// Returns the server program that is used if the options name none.
     fn program() -> PathBuf;
 
     /// Returns the command that starts the server. It must stay in the foreground.
@@ -189,14 +189,15 @@ impl<S: ServerDescription> ManagedServer<S> {
         self.running.as_ref().ok_or_else(down_error)
     }
 
-    /// Returns the server's output since it started.
+    /// Returns the server's output since it started. Empty after [`kill`](Self::kill) and
+    /// [`stop`](Self::stop).
     #[must_use]
     pub fn output_text(&self) -> String {
         self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
-    /// Kills the server with all its processes, as a machine crash would. They have ended when this
-    /// returns.
+    /// Kills the server with all its processes (SIGKILL), so that it does not shut down cleanly.
+    /// They have ended when this returns.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
@@ -210,8 +211,8 @@ impl<S: ServerDescription> ManagedServer<S> {
         Ok(())
     }
 
-    /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). They execute
-    /// nothing after this returns.
+    /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). On Linux, they
+    /// execute nothing after this returns.
     pub fn pause(&self) -> io::Result<()> {
         self.running()?.pause()
     }

@@ -1,4 +1,4 @@
-//! Free loopback ports that stay reserved until a server started by a test binds them.
+//! Free loopback ports that stay reserved while servers of a test start and stop on them.
 
 use std::fmt;
 use std::io;

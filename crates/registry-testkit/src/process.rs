@@ -209,8 +209,8 @@ impl HelperProcess {
     pub async fn pause(&self) -> io::Result<()> {
         self.signal(Signal::SIGSTOP)?;
         let deadline = Instant::now() + STOP_LIMIT;
-        // The kernel reports stops only through `waitid`, and a blocking call would block the
-        // test's tasks.
+        // Outside Linux, only `waitid` reports a stop. A blocking call would block the test's
+        // tasks.
         while Instant::now() < deadline {
             let flags = WaitPidFlag::WSTOPPED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
             match waitid(Id::Pid(self.pid), flags) {

@@ -49,8 +49,8 @@ pub enum ProxyMode {
     /// Carries requests. On the first byte of a reply, which proves that the server acted, the
     /// proxy resets the client's connection instead of delivering the byte.
     ResetAfterRequest,
-    /// Carries requests and the given number of reply bytes, counted for each connection from the
-    /// mode change. Then closes the connection.
+    /// Carries requests and the given number of reply bytes, then closes the connection. Each
+    /// connection counts from the mode change, or from its own start if that is later.
     CutAfter {
         /// The number of reply bytes to deliver. With zero, the connection closes as soon as a
         /// reply arrives.
@@ -218,7 +218,7 @@ impl FaultProxy {
     /// closes their connections. Returns the number of requests, which are not in the counts.
     ///
     /// # Cancel safety
-    /// Requests that were not passed on yet are lost with the future.
+    /// Requests that were not passed on yet are lost with the future. An error loses them as well.
     pub async fn deliver_withheld(&self) -> io::Result<usize> {
         let withheld = std::mem::take(
             &mut *self.shared.withheld.lock().unwrap_or_else(PoisonError::into_inner),

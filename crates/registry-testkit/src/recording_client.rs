@@ -143,7 +143,7 @@ fn record_answer(
 }
 
 /// A guard whose operations are recorded. It dereferences to the inner guard, but has its own
-/// `unlock`.
+/// `unlock` and `upgrade`. Dropping it records a release with an unknown outcome.
 #[must_use = "dropping the guard releases the lock"]
 pub struct RecordedGuard {
     /// `None` only while a consuming method or `Drop` runs.
@@ -176,7 +176,8 @@ impl RecordedGuard {
         outcome
     }
 
-    /// Makes an upgradable lock exclusive as [`LockGuard::upgrade`] does.
+    /// Makes an upgradable lock exclusive as [`LockGuard::upgrade`] does. Returns `Some` unless it
+    /// fails.
     ///
     /// # Errors
     /// As [`LockGuard::upgrade`]. The upgrade is then recorded as an unknown outcome.

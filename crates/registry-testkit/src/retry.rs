@@ -12,8 +12,8 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// The pause between two polls.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Calls `check` until it returns a value. Once the limit has passed, returns an error with `what`,
-/// the expected state, and the last error of `check`.
+/// Calls `check` until it returns a value. Once the limit has passed, returns an error with the
+/// expected state `what` and the last error of `check`.
 ///
 /// Not generic over `AsyncFnMut`, because callers need futures that are `Send`.
 pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(

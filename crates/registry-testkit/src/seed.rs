@@ -31,27 +31,29 @@ impl Seed {
         self.0
     }
 
-    /// Returns a generator for this seed. Each call restarts the sequence.
+    /// Returns a generator for this seed: stream 0. Each call restarts the sequence.
     #[must_use]
     pub fn rng(self) -> fastrand::Rng {
         self.stream(0)
     }
 
-    /// Returns one of many independent generators of this seed. If each client has its own
-    /// stream, an additional client does not change the choices of the others.
+    /// Returns one of many independent generators of this seed. If each client has its own stream,
+    /// an additional client does not change the choices of the others. Stream 0 is
+    /// [`rng`](Self::rng), and [`simulate`](Self::simulate) uses the stream `u64::MAX`.
     #[must_use]
     pub fn stream(self, stream: u64) -> fastrand::Rng {
         fastrand::Rng::with_seed(mix(mix(self.0).wrapping_add(stream)))
     }
 
-    /// Runs `simulation` on paused time and on the current thread, so that a run is exactly
-    /// repeatable. The engine sees virtual time, and its jitter follows from this seed.
+    /// Runs `simulation` on paused time and on the current thread, so that a run is repeatable. The
+    /// engine sees virtual time, and its jitter follows from this seed.
     ///
     /// Other sources of randomness are not repeated: a `select!` that is not `biased`, the order of
     /// a `HashMap`.
     ///
     /// # Panics
-    /// Panics inside a tokio runtime, or if the operating system has no resources for a runtime.
+    /// Panics inside a tokio runtime, if the operating system has no resources for a runtime, or if
+    /// `simulation` panics.
     pub fn simulate<T>(self, simulation: impl Future<Output = T>) -> T {
         // The engine draws its jitter from this thread-local generator. It is restored after a
         // simulation without a panic, so that other tests on this thread stay random.
@@ -102,11 +104,12 @@ impl Seeds {
         self
     }
 
-    /// Runs `trial` once for each seed and returns the number of completed trials.
+    /// Runs `trial` once for each seed and returns the number of completed trials. If [`VARIABLE`]
+    /// is set, runs only its seed.
     ///
     /// # Panics
-    /// If a trial panics, prints the seed and how to replay it, and then resumes the panic. Panics
-    /// if [`VARIABLE`] is not a number.
+    /// If a trial panics, starts no further trial, prints the seed and how to replay it, and then
+    /// resumes the panic. Panics if [`VARIABLE`] is not a number.
     pub fn run(self, trial: impl Fn(Seed) + Sync) -> u64 {
         let replayed_seed = env::var(VARIABLE).ok().map(|text| match parse_seed(&text) {
             Some(seed) => Seed(seed),

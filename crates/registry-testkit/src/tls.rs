@@ -34,7 +34,7 @@ extendedKeyUsage = clientAuth
 pub struct TlsFolder(Arc<TempDir>);
 
 impl TlsFolder {
-    /// Creates a new authority, and certificates whose server names are `127.0.0.1` and
+    /// Creates a new authority, a client certificate, and a server certificate for `127.0.0.1` and
     /// `localhost`.
     pub fn new() -> io::Result<Self> {
         Self::for_hosts(&["127.0.0.1", "localhost"])

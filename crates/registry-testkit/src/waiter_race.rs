@@ -10,7 +10,8 @@ use tokio::join;
 /// between must not be lost.
 ///
 /// # Panics
-/// Panics if a renewal was undone, or on an error of a backend.
+/// Panics if a renewal was undone, or on an error of a backend. Exception: a renewal with a
+/// retryable error is repeated.
 pub async fn assert_a_waiter_undoes_no_renewal(
     holding: &dyn LockBackend,
     waiting: &dyn LockBackend,

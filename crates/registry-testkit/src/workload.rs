@@ -287,15 +287,16 @@ impl Workload {
         &self.state.recorder
     }
 
-    /// Ends the workload and verifies that nothing remains locked: `verifier` must acquire every
-    /// key within `limit`, and all registries must release all their locks. The test must have
-    /// repaired all faults. `other_events` contains the events recorded by other processes.
+    /// Ends the workload and verifies that nothing remains locked. `verifier` must acquire each key
+    /// within `limit`, and all registries must release all their locks. The test must have repaired
+    /// all faults. `other_events` contains the events recorded by other processes.
     ///
     /// # Cancel safety
     /// Dropping the future stops the workload without a result.
     ///
     /// # Panics
-    /// Panics if a lock remains, or if a client got an error that no outage explains.
+    /// Panics if a lock remains, if a client got an error that no outage explains, if a client has
+    /// panicked or does not end in time, or if the recorded events are inconsistent.
     pub async fn end(
         mut self,
         verifier: Registry,

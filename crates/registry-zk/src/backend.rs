@@ -1,4 +1,5 @@
-//! Implements `LockBackend`. Finds the session of each claim and calls `recipe`.
+//! Implements `LockBackend`. Finds the session of each claim and calls `recipe`, or `conversion`
+//! for a change of the mode.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,9 +24,9 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 ///
 /// A grant ends with the session of this client, or earlier if its lease is not renewed. The
 /// servers expire a session if they receive nothing from its client for the session time-out. Other
-/// clients can then acquire the locks of the session. Holders treat their locks as lost before this
-/// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
-/// session.
+/// clients can then acquire the locks of the session. Holders treat their locks as lost before the
+/// servers expire the session. When a session ends, all its locks are lost permanently. The backend
+/// opens a new session when a request needs one.
 ///
 /// The token is the id of the transaction that created the holder's node. The token of an upgraded
 /// claim is the id of the upgrade's transaction. A claim that waited during the upgrade has the id
@@ -34,10 +35,10 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
-/// [`ZkConfig::with_sessions_max`]. At the limit of sessions, sessions contain more nodes than they
-/// can watch. A watch wakes a waiter when the predecessor's node is deleted. A watch also notifies
-/// a holder at once when another client deletes its node. Without a watch, a waiter polls, and a
-/// holder detects the deletion at its next renewal.
+/// [`ZkConfig::with_sessions_max`]. At this limit, and while no further session can be opened,
+/// sessions contain more nodes than they can watch. A watch wakes a waiter when the predecessor's
+/// node is deleted. A watch also notifies a holder at once when another client deletes the holder's
+/// node. Without a watch, a waiter polls, and a holder detects the deletion at its next renewal.
 pub struct ZkBackend {
     /// The addresses of all configured servers. The client library does not report the connected
     /// server.
@@ -61,6 +62,8 @@ impl ZkBackend {
     /// Dropping the future ends the session if one was opened.
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
         let paths = config.paths();
         let addresses: Arc<str> = config.servers().into();
         let capabilities = config.capabilities();
@@ -84,8 +87,8 @@ impl ZkBackend {
         self.timeout
     }
 
-    /// Returns the id of the first session, as in the servers' logs and commands. Returns `None` if
-    /// no session exists.
+    /// Returns the id of the oldest session, as in the servers' logs and commands. Returns `None`
+    /// if no session exists.
     #[must_use]
     pub fn session_id(&self) -> Option<i64> {
         self.session_ids().first().copied()
@@ -294,10 +297,7 @@ impl fmt::Debug for ZkBackend {
 #[async_trait]
 impl OpenBackend for ZkConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        let backend = ZkBackend::open(config).await?;
+        let backend = ZkBackend::open(self.clone()).await?;
         let lease_max = lease_max(backend.session_timeout());
         match self.lease_option {
             // The backend returns this error, because the message must state the session time-out

@@ -1,5 +1,5 @@
-//! The configuration of a ZooKeeper lock store: servers, sessions, layout, logins and TLS. No I/O.
-//! `ZkBackend::open` connects to the servers.
+//! The configuration of a ZooKeeper lock store: servers, sessions, layout, logins and TLS.
+//! `ZkConfig::with_pem_files` reads files. `ZkBackend::open` connects to the servers.
 
 use std::fmt;
 use std::time::Duration;
@@ -43,6 +43,9 @@ pub struct ZkConfig {
     auth_option: Option<Auth>,
     #[cfg(feature = "tls")]
     tls: Option<zookeeper_client::TlsOptions>,
+    /// [`with_certificate_authority`](Self::with_certificate_authority) was called.
+    #[cfg(feature = "tls")]
+    has_authority: bool,
 }
 
 /// ZooKeeper.
@@ -50,8 +53,8 @@ pub static STORE: StoreKind = StoreKind::new("zookeeper", &[OPTIONS], |url| {
     ZkConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
 });
 
-/// The options, in the order of the tables in the book. `ZkConfig::assign` sets the field of each
-/// option.
+/// The options. `ZkConfig::assign` sets the field of each option. Only `poll` has no field, because
+/// the engine reads it.
 const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`default`; with `layout=curator` none"),
     OptionRow::LEASE.with_default("half of the granted session, at most `30s`"),
@@ -63,7 +66,7 @@ const OPTIONS: &[OptionRow] = &[
         "session",
         (ZkConfig::SESSION_TIMEOUT_MIN, ZkConfig::SESSION_TIMEOUT_MAX),
         "twice the `lease`, or `30s`",
-        "how long the servers keep the session after the last message of this process; they may grant less",
+        "how long the servers keep the session after the last message of this process; they may grant more or less",
     ),
     OptionRow::new(
         "sessions",
@@ -165,7 +168,8 @@ impl ZkConfig {
     /// ZooKeeper's own clients: `HOST[:PORT],…[/CHROOT]`.
     ///
     /// # Errors
-    /// [`BackendError`] if `servers` does not have this format.
+    /// [`BackendError`] if a server does not have this format. [`check`](Self::check) validates the
+    /// chroot.
     pub fn new(servers: &str) -> Result<Self, BackendError> {
         let (hosts, chroot) = match servers.find('/') {
             Some(at) => (&servers[..at], Some(&servers[at..])),
@@ -188,8 +192,8 @@ impl ZkConfig {
     /// encrypted connections (feature `tls`).
     ///
     /// # Errors
-    /// [`BackendError`] for a URL that cannot be parsed. The message does not repeat the URL, which
-    /// may contain a password.
+    /// [`BackendError`] for a URL that cannot be parsed or contains an option. The message does not
+    /// repeat the URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }
@@ -243,6 +247,8 @@ impl ZkConfig {
             auth_option: None,
             #[cfg(feature = "tls")]
             tls: None,
+            #[cfg(feature = "tls")]
+            has_authority: false,
         }
     }
 
@@ -299,11 +305,12 @@ impl ZkConfig {
     /// Limits the sessions of the backend, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each
     /// session has its own connection.
     ///
-    /// A session can watch 96 KiB of paths. The paths of held locks and of waiters count together.
-    /// When every session has reached this size, the backend opens another session. Each session
-    /// except the first ends after it has had no node for its time-out. At the limit of sessions,
-    /// each session takes up to [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all
-    /// sessions are full, attempts return [`SessionsExhausted`](crate::SessionsExhausted). Default:
+    /// A session can watch all its nodes up to 96 KiB of paths. The paths of held locks and of
+    /// waiters count together. When every session has reached this size, the backend opens another
+    /// session. Each session except the oldest ends after it has had no node for its time-out. At
+    /// the limit of sessions, and while no further session can be opened, each session takes up to
+    /// [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all sessions are full, the
+    /// error of an attempt has the source [`SessionsExhausted`](crate::SessionsExhausted). Default:
     /// [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
     #[must_use]
     pub fn with_sessions_max(mut self, sessions: u32) -> Self {
@@ -342,7 +349,8 @@ impl ZkConfig {
 
     /// Sets the rights of created nodes: lock nodes and their parents. A waiter needs the right to
     /// read the nodes of other clients. Every contender needs the rights to create and delete
-    /// nodes.
+    /// nodes. Upgradable locks, value blocks and [`Naming::CuratorSemaphore`] also need the right
+    /// to write.
     #[must_use]
     pub fn with_acl(mut self, acl: Acl) -> Self {
         self.acl = acl;
@@ -360,10 +368,12 @@ impl ZkConfig {
         self.tls = Some(tls.map_err(|_| {
             misconfigured("the certificates of the certificate authorities are not valid PEM text")
         })?);
+        self.has_authority = true;
         Ok(self)
     }
 
-    /// Sends this certificate to servers that request one. Both arguments are PEM text.
+    /// Encrypts connections, and sends this certificate to servers that request one. Both arguments
+    /// are PEM text.
     ///
     /// # Errors
     /// [`BackendError`] if an argument is not valid PEM text.
@@ -427,7 +437,8 @@ impl ZkConfig {
         self.naming == Naming::CuratorSemaphore
     }
 
-    /// Returns whether this client may write the data of the nodes that it creates.
+    /// Returns whether the rights of created nodes include the right to write for some client. The
+    /// configuration does not show whether this client is one of these clients.
     fn may_write(&self) -> bool {
         match &self.acl {
             Acl::Open | Acl::Creator => true,
@@ -467,7 +478,8 @@ impl ZkConfig {
         if self.is_semaphore() && !self.may_write() {
             return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
-        // In the native layout, the namespaces would be direct children of the tree's root node.
+        // In the native layout, root `/` is refused. Otherwise, the namespaces could be children of
+        // the tree's root node, next to the nodes of other programs.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
         if !is_valid_path(self.root()) && !is_root_allowed {
             return Err(OptionError::new("root", "is not a valid path; an example is `/locks`"));
@@ -590,7 +602,7 @@ impl BackendConfig for ZkConfig {
             "namespace" => self.namespace = Some(value.to_owned()),
             "lease" => self.lease_option = Some(parse_time(value)?),
             "poll" => {}
-            // The engine ignores a response that arrives after its time-out, so the client's
+            // After its own time-out, the engine treats the outcome as unknown, so the client's
             // time-out is shorter.
             "timeout" => self.request_timeout = parse_time(value)? * 5 / 6,
             "layout" => {
@@ -639,11 +651,15 @@ impl BackendConfig for ZkConfig {
                 "the list of servers is empty, or a server has no valid name or port",
             ));
         }
+        if self.encrypted && !cfg!(feature = "tls") {
+            return Err(OptionError::general("encrypted connections require the feature `tls`"));
+        }
         #[cfg(feature = "tls")]
         if self.is_encrypted() {
             self.check_names_in_certificates()?;
         }
-        if self.encrypted && !self.pem_files.has_ca() {
+        #[cfg(feature = "tls")]
+        if self.encrypted && !self.has_authority && !self.pem_files.has_ca() {
             return Err(OptionError::general(
                 "encrypted connections require option `ca`; set it to the file of the trusted certificate authorities",
             ));
@@ -845,6 +861,13 @@ const PORT: u16 = 2181;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(not(feature = "tls"))]
+    #[test]
+    fn encryption_without_the_feature_is_refused() {
+        let error = ZkConfig::from_url("zks://h").unwrap().check().unwrap_err();
+        assert!(error.to_string().contains("feature"), "{error}");
+    }
 
     #[test]
     fn server_lists_parse_as_in_other_clients() {

@@ -1,9 +1,9 @@
 //! The client of one session. Opens a client, stops it, and attaches a new client to the same
 //! session. `session` calls this module.
 //!
-//! After a lost connection, the client library doubles its pause between attempts without a limit.
-//! For example, it reconnects up to 7 s late if the server was down for 7 s. `session` therefore
-//! stops a client that stays disconnected, and attaches the session to a new client.
+//! After a lost connection, the client library doubles its pause between attempts until the session
+//! has expired. For example, it reconnects up to 7 s late if the server was down for 7 s. `session`
+//! therefore stops a client that stays disconnected, and attaches the session to a new client.
 
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
@@ -39,7 +39,8 @@ impl Spawn for ClientTasks {
 }
 
 impl StoppableClient {
-    /// Opens a new session, or attaches to the given `session`. Tries each server once.
+    /// Opens a new session, or attaches to the given `session`. Tries each server at most once, and
+    /// ends at the first success.
     pub(crate) async fn open(
         config: &ZkConfig,
         session_timeout: Duration,
@@ -87,7 +88,7 @@ impl StoppableClient {
         let written = timeout(config.request_timeout, client.exists_by_write(path)).await;
         let outcome = match written {
             Ok(Ok(_)) if client.session_id() == id => return Ok((client, sent_at)),
-            // A server on which the session no longer exists opens a new session.
+            // If the server has opened another session, the given session counts as expired.
             Ok(Ok(_)) => Error::SessionExpired,
             Ok(Err(error)) => error,
             Err(_) => Error::ConnectionLoss,

@@ -3,9 +3,9 @@
 //! A transaction writes the new mode into the data of the claim's node, if this data has not
 //! changed. An upgrade first creates a second node of the claim, the upgrade request, which blocks
 //! all claims behind it. The transaction that makes the claim exclusive deletes the request, and
-//! fails if the request no longer exists. It also checks that the first node that blocks new
-//! readers exists. This node can be the request itself. The id of this transaction is the token of
-//! the upgraded claim. The transaction also writes the lock's node: see `later_token`.
+//! fails if the request no longer exists. The transaction also checks that the first node that
+//! blocks new readers exists. This node can be the request itself. The id of this transaction is
+//! the token of the upgraded claim. The transaction also writes the lock's node: see `later_token`.
 
 use std::sync::Arc;
 
@@ -418,5 +418,6 @@ fn grant_converted(
 
 /// The version argument that matches every version of a node.
 const ANY_VERSION: i32 = -1;
-/// The maximum number of attempts if the queue changes between a read and a write.
+/// The maximum number of attempts if the queue changes between a read and a write, or the
+/// connection breaks.
 const CONFLICTS_MAX: usize = 32;

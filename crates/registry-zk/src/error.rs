@@ -106,8 +106,8 @@ const fn classify(error: &Error) -> ErrorClass {
         Error::BadVersion | Error::NodeExists | Error::NotEmpty => {
             refused(Protocol, "the servers refused the request; see the source of this error")
         }
-        // The library may add variants. The outcome of such an error is unknown, and a retry may
-        // not help.
+        // The outcome of all other errors is unknown, including errors that the library may add. A
+        // retry may not help.
         _ => unknown_outcome(
             Protocol,
             "the servers sent an unexpected response; see the source of this error",

@@ -11,7 +11,7 @@ use zookeeper_client::Error;
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::{queue_changed, read_holders};
-use crate::node_data::{decode_label, decode_grant_or_exclusive, decode_semaphore_mode};
+use crate::node_data::{decode_grant_or_exclusive, decode_label, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};
 use crate::semaphore;
@@ -45,8 +45,8 @@ impl ZkBackend {
         self.for_each_key(&session, read).await
     }
 
-    /// Returns the claims that wait for `key`, or for any key that this login may read. Omits keys
-    /// as [`holders`](Self::holders) does.
+    /// Returns the claims that wait for `key`, or for any key that this login may read. Without
+    /// `key`, omits keys as [`holders`](Self::holders) does.
     pub(crate) async fn waiting_claims(
         &self,
         key: Option<&Key>,
@@ -201,8 +201,8 @@ async fn read_children_or_empty(
     }
 }
 
-/// Returns the time since the server's wall clock showed `ctime`. It depends on the wall clocks of
-/// two hosts, so it is only displayed.
+/// Returns the time since the server's wall clock showed `ctime`. The result depends on the wall
+/// clocks of two hosts, so it is only displayed.
 fn since(ctime: i64) -> Option<Duration> {
     let created_at = UNIX_EPOCH + Duration::from_millis(u64::try_from(ctime).ok()?);
     SystemTime::now().duration_since(created_at).ok()
@@ -211,5 +211,5 @@ fn since(ctime: i64) -> Option<Duration> {
 /// The maximum number of keys, or of nodes of one key, that are read concurrently.
 const CONCURRENT_READS: usize = 64;
 
-/// The maximum number of attempts per key while its holders change between two reads.
+/// The maximum number of attempts to release a key by force while its holders change.
 const TRIES_MAX: u32 = 8;

@@ -3,10 +3,11 @@
 //!
 //! The token of a claim is the transaction that created its node. The token of an upgraded claim is
 //! the transaction of the upgrade, which is larger than the tokens of the claims that wait. This
-//! transaction therefore also writes the data of the lock's node. If a claim's token is smaller
-//! than the last write of the lock's node, the claim takes a new token directly before its grant.
-//! The new token is the transaction of another write. This transaction writes the claim's node and
-//! also the lock's node, because claims behind this claim may have smaller tokens.
+//! transaction also writes the data of the lock's node, so that these claims detect the upgrade. If
+//! a claim's token is smaller than the last write of the lock's node, the claim takes a new token
+//! directly before its grant. The new token is the transaction of another write. This transaction
+//! writes the claim's node and also the lock's node, because claims behind this claim may have
+//! smaller tokens.
 //!
 //! After a write with an unknown outcome, the claim writes again. The servers execute the requests
 //! of a session in order, so the last write is the one that was answered.

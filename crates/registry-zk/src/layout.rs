@@ -5,13 +5,15 @@
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This library's own layout: `/lock-registry/NAMESPACE/KEY`. Characters of the key that could
-    /// conflict with other paths are percent-encoded.
+    /// This library's own layout: `ROOT/NAMESPACE/KEY`, where the default root is `/lock-registry`.
+    /// In namespace and key, `/`, `%`, spaces, control characters and all non-ASCII characters are
+    /// percent-encoded. So are the names `.` and `..`.
     #[default]
     Native,
     /// The layout of Apache Curator's locks, which Spring Integration's `ZookeeperLockRegistry`
-    /// uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid paths, or that would
-    /// contend for another key's lock, are refused. [`Naming`] selects the recipe.
+    /// uses: `ROOT/KEY`, with the key unchanged. A namespace is above the root. Keys that are not
+    /// valid paths, or that would contend for another key's lock, are refused. [`Naming`] selects
+    /// the recipe.
     Curator,
 }
 
@@ -30,7 +32,7 @@ pub enum Naming {
     /// contenders with other names do not wait for each other. Only with [`Layout::Curator`].
     CuratorReadWrite,
     /// Nodes for exclusive claims and permits, as in Apache Curator's `InterProcessSemaphoreV2`:
-    /// `locks/_c_UUID-lock-NUMBER` for each waiter, and `leases/_c_UUID-lease-NUMBER` for each
-    /// unit. Only with [`Layout::Curator`].
+    /// `locks/_c_UUID-lock-NUMBER` for each waiter and for an exclusive holder, and
+    /// `leases/_c_UUID-lease-NUMBER` for each unit. Only with [`Layout::Curator`].
     CuratorSemaphore,
 }

@@ -15,11 +15,12 @@
 //! limited number of nodes. [`Layout`] and [`Naming`] set the path and the name of a lock's nodes.
 //! [`Layout`] contains this library's own form and the form of Apache Curator, which Spring
 //! Integration uses. [`Naming`] contains the forms of Apache Curator and kazoo. Programs that use
-//! the same layout and naming share the locks.
+//! the same root, namespace, layout and naming share the locks.
 //!
-//! The fencing token is the id of the transaction that created the holder's node (`czxid`), or a
-//! later one after an upgrade or in Curator's semaphore. Use [`Multi`] to protect data in
-//! ZooKeeper. The writes of a multi request succeed only if the holder's node still exists.
+//! The fencing token is the id of the transaction that created the holder's node (`czxid`). After
+//! an upgrade and in Curator's semaphore, it is the id of a later transaction. Use [`Multi`] to
+//! protect data in ZooKeeper. The writes of a multi request succeed only if the holder's node still
+//! exists.
 //!
 //! # Examples
 //! ```no_run

@@ -4,10 +4,10 @@
 //!
 //! The name of a node states the mode in which its claim was enqueued. Only exclusive and
 //! upgradable claims are converted. A reader (a shared or upgradable claim) therefore also reads
-//! the data of the nearest such node before its own. The list of the nodes may be older than this
-//! data. An upgrade between the two reads does no harm. Either the upgrade request is in the list,
-//! and blocks the reader, or the request was created after the reader's node, and the upgrade waits
-//! for the reader.
+//! the data of such nodes before its own, nearest first, until one of them blocks it. The list of
+//! the nodes may be older than this data. An upgrade between the two reads does no harm. Either the
+//! upgrade request is in the list and blocks the reader, or the request was created after the
+//! reader's node. In the second case, the upgrade waits for the reader.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use zookeeper_client::Error;
 
 use crate::error::to_backend_error;
 use crate::mutex::lock;
-use crate::node_data::{NodeGrant, decode_label, decode_grant_or_exclusive, is_convertible};
+use crate::node_data::{NodeGrant, decode_grant_or_exclusive, decode_label, is_convertible};
 use crate::nodes::{fencing_token, read_children, sort_contenders};
 use crate::queue::{ContenderQueue, parse_queued_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
@@ -33,7 +33,8 @@ const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
 
 /// What keeps a claim from being granted.
 pub(crate) enum Blockers {
-    /// Nothing: the claim is granted.
+    /// No node. The claim is granted, except in Curator's semaphore, where it is only the head of
+    /// the queue.
     None,
     /// These nodes before the claim's own. The claim is not granted while all of them exist
     /// unchanged.
@@ -99,8 +100,8 @@ pub(crate) async fn find_blockers(
         if !is_reader || !is_convertible(name) || is_unchanged {
             return Ok(Blockers::unread([nearest]));
         }
-        // An upgradable claim rarely blocks a shared claim, so this read then sets no watch. If the
-        // claim does block, `watch_blockers` sets the watch.
+        // An upgradable claim rarely blocks a shared claim, so the read of its node sets no watch.
+        // If the upgradable claim does block, `watch_blockers` sets the watch.
         let is_watched =
             is_waiting && (parse_queued_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
         let Some(node) = read_node(session, dir, name, is_watched).await? else {
@@ -124,7 +125,7 @@ impl Blockers {
 }
 
 impl Blocker {
-    /// Returns the blocker at this position, whose name sufficed for the decision.
+    /// Returns the blocker at this position, whose node was not read.
     pub(crate) fn unread(index: usize) -> Self {
         Self { index, node: None }
     }
@@ -363,7 +364,8 @@ async fn read_holders_in(
     Ok(Some(holders))
 }
 
-/// Reads a node. Uses the mode in its name if the login may not read its data.
+/// Reads a node. If the login may not read its data, uses the mode in its name. A claim that may
+/// have been converted then counts as exclusive.
 async fn read_holder(
     session: &ZkSession,
     dir: &str,
@@ -389,7 +391,7 @@ async fn read_holder(
 
 /// The maximum number of watches of a waiter for permits. A waiter with more blockers also polls.
 const WATCHES_MAX: usize = 128;
-/// The maximum number of blockers of a waiter that a majority checks.
+/// The maximum number of blockers of a waiter whose existence a majority checks.
 const MAJORITY_CHECKS_MAX: usize = 16;
 /// The number of nodes that are read concurrently.
 const CONCURRENT_READS: usize = 64;

@@ -1,12 +1,13 @@
 //! The data of a claim's node: a JSON object.
 //!
-//! - It contains the claim's mode if the claim was converted, takes units of Curator's semaphore, or
-//!   holds that semaphore exclusively.
+//! - It contains the claim's mode if the claim was converted, takes units of Curator's semaphore,
+//!   or holds that semaphore exclusively.
 //! - It contains the token of a claim that was downgraded.
 //! - The rest is for operators.
 //!
 //! If the data contains no token, the token is the transaction that last wrote the data. This
-//! transaction created the node, upgraded the claim, or gave it a later token (see `later_token`).
+//! transaction created the node, upgraded the claim, or gave the claim a later token (see
+//! `later_token`).
 //! Nodes of Curator's readers-writer lock, and nodes whose data another program wrote, have the
 //! transaction that created the node as their token.
 
@@ -97,15 +98,15 @@ pub(crate) fn decode_grant(name: &str, data: &[u8], stat: &Stat) -> Option<NodeG
     Some(NodeGrant { mode, token: node_data.token.unwrap_or(stat.mzxid) })
 }
 
-/// Like [`decode_grant`]. Where that function returns `None`, the claim counts as exclusive, which is
-/// the safe assumption for all other claims.
+/// Like [`decode_grant`]. Where that function returns `None`, the claim counts as exclusive, which
+/// is the safe assumption for all other claims.
 pub(crate) fn decode_grant_or_exclusive(name: &str, data: &[u8], stat: &Stat) -> NodeGrant {
     let unknown = NodeGrant { mode: ClaimMode::Exclusive, token: stat.czxid };
     decode_grant(name, data, stat).unwrap_or(unknown)
 }
 
-/// Returns the mode of a claim in the queue of Curator's semaphore. Data of another program counts as
-/// one permit of one unit, because the number of units is unknown. This library's data without a
+/// Returns the mode of a claim in the queue of Curator's semaphore. Data of another program counts
+/// as one permit of one unit, because the number of units is unknown. This library's data without a
 /// mode counts as exclusive.
 pub(crate) fn decode_semaphore_mode(data: &[u8]) -> ClaimMode {
     match serde_json::from_slice::<NodeData<'_>>(data) {

@@ -1,4 +1,5 @@
-//! Requests for the nodes of a queue. `recipe`, `conversion` and `modes` call this module.
+//! Requests for the nodes of a queue. `recipe`, `conversion`, `modes`, `semaphore`, `later_token`,
+//! `inspect` and `diagnose` call this module.
 
 use std::sync::Arc;
 
@@ -183,5 +184,5 @@ pub(crate) fn negative_transaction_error() -> BackendError {
 }
 
 /// The maximum number of attempts to create the parents of a node while the servers delete empty
-/// parents.
+/// parents. It applies to containers and to persistent nodes separately.
 const MKDIR_ATTEMPTS_MAX: u32 = 4;

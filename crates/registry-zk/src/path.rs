@@ -111,10 +111,11 @@ fn check_curator_key(key: &str, base_is_root: bool, is_semaphore: bool) -> Resul
             return Err(InvalidKey::layout("`/zookeeper` is reserved for the servers"));
         }
         // Curator treats every child of a lock's node as a contender. It sorts the children by the
-        // text after `lock-`, or by the whole name. If a permanent child sorted before a number, no
-        // contender would ever be the head. The numbers have ten digits and begin with `0` until
-        // the node has had 10⁹ children. A segment that begins with a larger character thus sorts
-        // after them. A segment that begins with `3` or a larger character sorts after all numbers.
+        // text after `lock-`, or by the whole name. If a permanent child sorts before the numbers,
+        // no contender is ever the head. The numbers have ten digits and begin with `0` until the
+        // node has had 10⁹ children. A segment that begins with a larger character sorts after
+        // these numbers. A segment that begins with `3` or a larger character sorts after all
+        // possible numbers.
         if n > 0 && segment.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
                 "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \

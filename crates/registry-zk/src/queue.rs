@@ -7,9 +7,9 @@
 //! `registry-testkit` check this behaviour of the servers.
 //!
 //! With [`Naming::Curator`] and [`Naming::Kazoo`], the name of a claim that is not exclusive
-//! contains its mode before `lock`. The mode is `-s`
-//! (shared), `-u` (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the
-//! claim. Other programs treat each of these nodes as an exclusive contender.
+//! contains its mode before `-lock-` or `__lock__`. The mode is `-s` (shared), `-u` (upgradable),
+//! `-pTAKE-OF` (permits), or `-q` for the request to upgrade the claim. Other programs treat each
+//! of these nodes as an exclusive contender.
 
 use registry_core::{ClaimId, ClaimMode, QueuedEntry};
 
@@ -128,14 +128,16 @@ fn parse_contender(name: &str) -> Option<Contender<'_>> {
     })
 }
 
-/// Returns the number of a contender in the recipe of `naming`.
+/// Returns the number of a contender. Returns `None` if `name` is not a contender in the recipe of
+/// `naming`.
 fn sequence_number(name: &str, naming: Naming) -> Option<i32> {
     let contender = parse_contender(name)?;
     let is_read_write = [READER, WRITER].contains(&contender.marker);
     (is_read_write == (naming == Naming::CuratorReadWrite)).then_some(contender.number)
 }
 
-/// Parses a number in the server's format: at least ten characters, including the sign.
+/// Parses a number in the server's format: ten characters, which may begin with a sign, or a sign
+/// and ten digits.
 fn parse_number(text: &str) -> Option<i32> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     let is_decimal = digits.bytes().all(|byte| byte.is_ascii_digit());

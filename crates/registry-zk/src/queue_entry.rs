@@ -237,7 +237,8 @@ impl fmt::Debug for QueueEntry {
     }
 }
 
-/// A call that waits for the claim. Dropping this value ends the wait.
+/// A counted call that waits for the claim's blockers. Dropping this value records the end of the
+/// wait.
 pub(crate) struct WaitGuard<'a>(&'a QueueEntry);
 
 impl Drop for WaitGuard<'_> {
@@ -277,8 +278,8 @@ impl ClaimState {
     }
 }
 
-/// A watch that fires once: at the first change of its node, or when the client that set it is
-/// stopped. Any number of tasks can wait for the watch.
+/// A watch that fires once: at the first change of its node, when the session ends, or when the
+/// client that set it is stopped. Any number of tasks can wait for the watch.
 #[derive(Clone)]
 pub(crate) struct NodeWatch(Shared<BoxFuture<'static, ()>>);
 
@@ -328,7 +329,8 @@ impl WatchBudget {
     /// The limit for all watches together. It is lower than the library's 128 KiB, because the
     /// library may still contain watches that were just dropped.
     pub(crate) const TOTAL_MAX: usize = 120 * 1024;
-    /// The limit for watches of held locks. The rest of the budget remains for waiters.
+    /// The limit for all watches together when a held lock adds its watch. The rest of the budget
+    /// remains for waiters.
     pub(crate) const HELD_MAX: usize = 96 * 1024;
 
     /// Reserves the bytes of `path`. Returns `None` if the total would exceed `max`.

@@ -34,8 +34,8 @@ use crate::queue_entry::{
 use crate::semaphore::{self, SemaphoreAttempt};
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
-/// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
-/// all nodes before its own, otherwise `Busy`.
+/// Enqueues `claim` if it is not queued. Returns `Granted` if no node before its own blocks the
+/// claim, otherwise `Busy`. In Curator's semaphore, the units of the claim must also be free.
 pub(crate) async fn try_acquire(
     sessions: &Arc<SessionPool>,
     claim: &Claim,
@@ -60,8 +60,8 @@ pub(crate) async fn try_acquire(
         if state.has_no_node() {
             remove_entry(&session, claim.id(), &entry, &mut state);
         } else if had_no_node {
-            // The attempt created a node. The engine releases the node only after an attempt of
-            // unknown outcome, not after a refused one.
+            // The attempt created a node, or may have created one. The engine releases the node
+            // only after an attempt of unknown outcome, not after a refused one.
             return attempt.map_err(BackendError::as_unknown);
         }
         return attempt;
@@ -572,7 +572,8 @@ pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
 }
 
 /// Waits without a queue entry until a node below `dir` that blocks the claim is changed or
-/// deleted, or the session's client is stopped. Returns at once if no node blocks the claim or a
+/// deleted, or the session's client is stopped. If the queue of Curator's semaphore is empty, waits
+/// until the number of taken units changes. Returns at once if nothing blocks the claim or a
 /// request fails. Never returns if the watch budget is used up. The engine limits this wait and
 /// polls.
 pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, claim: &Claim) {

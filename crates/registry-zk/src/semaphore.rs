@@ -1,5 +1,5 @@
-//! Permits as in Curator's `InterProcessSemaphoreV2`, with `naming=curator-semaphore`. `recipe`
-//! calls this module.
+//! Permits as in Curator's `InterProcessSemaphoreV2`, with `naming=curator-semaphore`. `recipe` and
+//! `inspect` call this module.
 //!
 //! A key's node has two children. `locks` is the queue of an `InterProcessMutex`, which `recipe`
 //! handles. `leases` contains one node for each taken unit. Only the head of the queue adds nodes
@@ -128,8 +128,9 @@ fn is_free(claim: &Claim, taken: u64) -> bool {
     }
 }
 
-/// Waits until a claim before this claim leaves the queue, for at most [`PREDECESSOR_WAIT_MAX`], if
-/// the units of this claim are free. For a claim that leaves the queue if it is busy.
+/// Waits until the node directly before that of this claim changes, for at most
+/// [`PREDECESSOR_WAIT_MAX`], if the units of this claim are free. The caller uses this function for
+/// a claim that must leave the queue if it is busy.
 ///
 /// Returns true if the caller should try again. Returns false if the units are not free, another
 /// claim holds the exclusive lock, or the wait reaches its limit. Always returns false for an
@@ -338,8 +339,8 @@ pub(crate) async fn find_units(
     Ok(names.into_iter().map(|name| format!("{leases}/{name}")).collect())
 }
 
-/// Waits until the number of taken units changes, unless `claim` could be granted now. Returns at
-/// once if a request fails. Never returns if the watch budget is used up: the engine limits this
+/// Waits until the number of taken units changes, unless the units of `claim` are free now. Returns
+/// at once if a request fails. Never returns if the watch budget is used up: the engine limits this
 /// wait and polls.
 pub(crate) async fn wait_for_units(session: &Arc<ZkSession>, queue: &str, claim: &Claim) {
     let Ok((taken, watch)) = count_units(session, &leases_of(queue), true).await else { return };

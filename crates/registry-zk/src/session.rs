@@ -7,8 +7,9 @@
 //! is too large to read stops all servers. A session therefore has at most
 //! [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch all needed nodes only up to
 //! [`WATCHED_BYTES_MAX`] bytes of paths. Beyond this limit, the backend opens further sessions for
-//! new nodes. At the limit of sessions, new nodes go to a session with capacity for unwatched
-//! nodes. When all sessions are full, the backend refuses attempts.
+//! new nodes. At the limit of sessions, and while no further session can be opened, new nodes go to
+//! a session with capacity for unwatched nodes. When all sessions are full, the backend refuses
+//! attempts.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -42,8 +43,8 @@ pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
     release_abandoned: ReleaseAbandoned,
     subscribers: InvalidationSet,
-    /// The sessions that have not ended, oldest first. A new claim goes to the first session with
-    /// capacity for its node.
+    /// The sessions, oldest first. A session whose end has not been processed yet is still in the
+    /// list. `find_session_for` selects the session of a new claim.
     live: Mutex<Vec<Arc<ZkSession>>>,
     /// The failures to open a session. Locked while a session is opened.
     open_backoff: tokio::sync::Mutex<ConnectBackoff>,
@@ -51,7 +52,8 @@ pub(crate) struct SessionPool {
     /// more nodes.
     extra_session_allowed_at: Mutex<Moment>,
     /// The claims whose session has ended, and the time of the end. A claim is removed when the
-    /// engine is notified of the end.
+    /// engine is notified of the end. The end of a further session removes claims that are older
+    /// than [`ENDED_CLAIMS_TTL`].
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
     /// The tasks that attach sessions to new clients. A task continues even if its session is
     /// closed in the meantime, because only a connected client can end a session.
@@ -76,8 +78,8 @@ impl SessionPool {
         &self.subscribers
     }
 
-    /// Returns the leader's time since 1970, as estimated from the newest node that this client has
-    /// created. `None` if it has created none.
+    /// Returns the leader's time since 1970, as estimated from the newest queue node that a live
+    /// session of this client has created. `None` if there is no such node.
     pub(crate) fn server_time(&self) -> Option<Duration> {
         let times = self.live_sessions();
         let times = times.iter().filter_map(|session| session.server_time());
@@ -129,14 +131,15 @@ impl SessionPool {
 
     /// Returns the queue entry of `claim` and its session, and waits until the session is
     /// connected. If no entry exists, inserts a new entry into a session with capacity for its
-    /// node. Opens a new session if no session has capacity.
+    /// node. Opens a new session if `find_session_for` finds none.
     pub(crate) async fn find_or_insert_entry(
         self: &Arc<Self>,
         claim: &Claim,
         dir: impl Fn() -> String + Send + Sync,
     ) -> Result<(Arc<ZkSession>, Arc<QueueEntry>), BackendError> {
-        // The loop ends, because the number of sessions is limited. The loop repeats only if
-        // another claim takes the capacity, and this other claim then progresses.
+        // The loop repeats only if the session ends, or if another claim takes the capacity and so
+        // progresses. The number of sessions is limited, so `open_for` returns an error when all
+        // sessions are full.
         loop {
             if let Some((session, entry)) = self.find_entry(claim.id()) {
                 // The activity is recorded before the wait for the connection. The entry is
@@ -224,7 +227,7 @@ impl SessionPool {
     }
 
     /// Opens a session. Returns an existing session instead if it has capacity for the given queue
-    /// entry.
+    /// entry. Without an entry, returns any existing session instead.
     async fn open(
         self: &Arc<Self>,
         entry: Option<&QueueEntry>,
@@ -286,7 +289,8 @@ impl SessionPool {
     }
 
     /// Stops the disconnected client of `session` in the background. Then attaches the session to a
-    /// new client as soon as a server responds.
+    /// new client as soon as a server responds. Removes the session if it has expired, if the
+    /// servers reject the login, or if no server responds for 7/5 of the session time-out.
     fn reattach_in_background(self: &Arc<Self>, session: &Arc<ZkSession>) {
         let old_client = session.client();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
@@ -319,7 +323,8 @@ impl SessionPool {
         });
     }
 
-    /// Ends `session` if it is not the first session and has had no entry for the session time-out.
+    /// Ends `session` if it is not the oldest session and has had no entry for the session
+    /// time-out.
     fn end_if_unused(&self, session: &Arc<ZkSession>) {
         let mut live = lock(&self.live);
         let is_first = live.first().is_some_and(|first| Arc::ptr_eq(first, session));
@@ -335,9 +340,9 @@ impl SessionPool {
         lock(&self.claims_of_ended_sessions).remove(&claim).is_some()
     }
 
-    /// Ends all sessions except sessions with a held lock. A session also ends if the servers
-    /// refused the release of a node. The servers then delete the node with the session, regardless
-    /// of rights.
+    /// Ends all sessions except those that are in use. A session with a node whose release the
+    /// servers refused also ends. The servers then delete the node with the session, regardless of
+    /// rights.
     pub(crate) async fn close(&self) {
         let ended: Vec<_> = {
             let mut live = lock(&self.live);
@@ -503,9 +508,9 @@ impl SessionsExhausted {
 /// A confirmation that any number of callers can await.
 type SharedConfirmation = Shared<BoxFuture<'static, Result<(), BackendError>>>;
 
-/// The servers that confirm a session. The leader orders the request after all its earlier changes.
-/// The connected server applies these changes and sends their watch events before it sends the
-/// response to the request.
+/// The servers that confirm a session. The leader orders the request after all earlier changes. The
+/// connected server applies these changes and sends their watch events before it sends the response
+/// to the request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ConfirmedBy {
     /// A majority, by a write that changes nothing. Only a majority proves that no other leader has
@@ -514,7 +519,7 @@ pub(crate) enum ConfirmedBy {
     /// The leader, by a `sync`. A partitioned former leader also responds for a while.
     Leader,
     /// As `Leader`, but at least [`LEADER_PAUSE`] after the previous `sync`, so that many waiters
-    /// share one request.
+    /// share one request. The pause is shorter if the request time-out is below 500 ms.
     LeaderAfterPause,
 }
 
@@ -552,9 +557,9 @@ impl ZkSession {
         let mut client = connect(&config, requested, config.connect_timeout).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < requested * 2 / 3 {
-            // The client's wait for an unresponsive server is proportional to the requested
-            // time-out. A second client therefore requests the granted, shorter time-out. If the
-            // second client cannot connect in the remaining time, the first client is used.
+            // The client's wait for an unresponsive server grows with the requested time-out. A
+            // second client therefore requests the granted, shorter time-out. If the second client
+            // cannot connect in the remaining time, the first client is used.
             let remaining =
                 config.connect_timeout.saturating_sub(Moment::now().since(requested_at));
             client = connect(&config, granted, remaining).await.unwrap_or(client);
@@ -609,8 +614,8 @@ impl ZkSession {
         self.entries().iter().for_each(|(_, entry)| sessions.request_verification(&entry.key));
     }
 
-    /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no
-    /// other client contends.
+    /// Verifies that the chroot exists. Otherwise, a client with a mistyped chroot could create a
+    /// separate tree, in which no other client contends.
     async fn verify_chroot(&self) -> Result<(), BackendError> {
         let Some(chroot) = &self.config.chroot else { return Ok(()) };
         let found = self.with_request_timeout(self.client().check_stat(chroot)).await?;
@@ -853,7 +858,8 @@ impl ZkSession {
         lock(&self.entries).remove_entry(claim, entry);
     }
 
-    /// Returns whether the session has a held lock that its holder has not released.
+    /// Returns whether a claim of the session is held or has an operation in progress. Ignores
+    /// claims whose release the engine has requested.
     fn is_in_use(&self) -> bool {
         let now = Moment::now();
         self.entries().iter().any(|(_, entry)| entry.is_in_use(now))
@@ -906,7 +912,8 @@ async fn connect(
     first.map_err(|error| to_backend_error(&error).as_refused())
 }
 
-/// Confirms a session regularly, detects its end, and releases abandoned claims.
+/// Confirms a session regularly, detects its end, releases abandoned claims, and replaces a client
+/// that stays disconnected.
 async fn keep_alive(
     session: Weak<ZkSession>,
     sessions: Weak<SessionPool>,
@@ -971,7 +978,8 @@ const EXTRA_SESSION_PAUSE: Duration = Duration::from_secs(30);
 /// The minimum pause between two confirmations by the leader for waiters.
 const LEADER_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long the pool records that a claim's session has ended.
+/// The pool records the end of a claim's session for at least this time, unless the engine is
+/// notified earlier.
 const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
 /// The number of writes to a majority per session time-out.

@@ -3,10 +3,10 @@
 //!
 //! The leader expires a session if it learns of no activity for the session time-out. Other servers
 //! report the activity of their clients to the leader in batches, twice per tick. A response
-//! therefore does not prove that the leader knows of the answered request. It proves this of each
-//! earlier request whose response arrived at least [`report_delay_max`] before the answered request
-//! was sent. This delay, a quarter of the time-out, is at least half a tick: by default, servers
-//! grant sessions of at least two ticks.
+//! therefore does not prove that the leader knows of the answered request. It proves only that the
+//! leader knows of an earlier request. The response to the earlier request must have arrived at
+//! least [`report_delay_max`] before the answered request was sent. This delay, a quarter of the
+//! time-out, is at least half a tick: by default, servers grant sessions of at least two ticks.
 //!
 //! The time at which a request arrives at the server is unknown, but it is before the response. The
 //! delay therefore counts from the response. A network or a server can delay requests until they

@@ -16,8 +16,8 @@ use crate::session::ZkSession;
 
 #[async_trait]
 impl ValueStore for ZkBackend {
-    /// The returned server time is an estimate: the creation time of the newest node that this
-    /// client has created, plus the time since then.
+    /// The returned server time is an estimate: the creation time of the newest queue node of this
+    /// client, plus the time since then. Without such a node, no server time is returned.
     async fn value(&self, key: &Key) -> Result<ValueRead, BackendError> {
         self.read_value(key).await.map_err(|error| self.with_address(error))
     }
@@ -132,5 +132,5 @@ fn foreign_value_error() -> BackendError {
     )
 }
 
-/// The maximum number of attempts while the node of the value is created or deleted.
+/// The maximum number of attempts to write a value while other clients create or delete its node.
 const TRIES_MAX: u32 = 3;

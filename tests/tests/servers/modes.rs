@@ -251,14 +251,19 @@ async fn conversions_keep_the_time_of_the_grant(store: Store) {
     let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
     let lock = registry.obtain("prices");
     let held_for = async || match lock.holders().await.unwrap().as_slice() {
-        [holder] => holder.held_for.unwrap(),
+        [holder] => holder.held_for,
         other => panic!("one holder: {other:?}"),
     };
     let guard = lock.upgradable().await.unwrap();
-    let mut last = Duration::ZERO;
+    if held_for().await.is_none() {
+        // ZooKeeper stores the time of its own clock, but does not return the present time.
+        assert_eq!(registry.capabilities().store, "zookeeper");
+        return;
+    }
+    let mut last = None;
     eventually(LONG, async || {
         last = held_for().await;
-        last >= secs(1)
+        last >= Some(secs(1))
     })
     .await;
     let guard = guard.upgrade().await.unwrap();

@@ -17,8 +17,8 @@ use tower_service::Service;
 use super::{LockKey, LockLayer, LockService, LockServiceError, RequestMode, run};
 
 impl<KeyFn, M> LockLayer<KeyFn, M> {
-    /// Returns this layer for HTTP. A request that gets no lock gets a response instead of an
-    /// error, by default that of [`StatusResponse`]. Feature `http`.
+    /// Returns this layer for HTTP. A request that gets no lock, or loses it, gets a response
+    /// instead of an error. By default, it is that of [`StatusResponse`]. Feature `http`.
     ///
     /// # Examples
     /// ```
@@ -63,8 +63,8 @@ pub struct HttpLockLayer<KeyFn, M = ClaimMode, F = StatusResponse> {
 }
 
 impl<KeyFn, M, F> HttpLockLayer<KeyFn, M, F> {
-    /// Sets how to respond to a request that gets no lock: a [`StatusResponse`], or a function from
-    /// [`LockServiceError`] to a response.
+    /// Sets how to respond to a request that gets no lock or loses it: a [`StatusResponse`], or a
+    /// function from [`LockServiceError`] to a response.
     ///
     /// # Examples
     /// ```
@@ -108,6 +108,7 @@ impl<S, KeyFn: Clone, M: Clone, F: Clone> Layer<S> for HttpLockLayer<KeyFn, M, F
 
 /// Responds to a request that gets no lock, or whose lock is lost before its response. Implemented
 /// for functions, and for [`StatusResponse`].
+///
 /// `KeyError` is the error of the key, and `B` the body of the response.
 pub trait ErrorResponse<KeyError, B> {
     /// Returns the response. The error is never [`LockServiceError::Inner`].
@@ -122,11 +123,12 @@ impl<KeyError, B, F: Fn(LockServiceError<Infallible, KeyError>) -> Response<B>>
     }
 }
 
-/// The default response to a request that gets no lock: a status, with `B::default()` as body.
+/// The default response to a request that gets no lock or loses it: a status, with `B::default()`
+/// as body.
 ///
 /// | reason | status | header `Retry-After` |
 /// |---|---|---|
-/// | another client holds the lock | 423 Locked | yes |
+/// | the lock was held until the end of the wait | 423 Locked | yes |
 /// | the request has no valid key | 400 Bad Request | |
 /// | the store failed, or the registry is closed | 503 Service Unavailable | yes |
 /// | the lock was lost, so the request was dropped and may have had effects | 500 Internal Server Error | |

@@ -145,6 +145,10 @@ async fn an_invalid_combination_of_options_is_refused_before_any_io() {
 
 #[cfg(feature = "zk-tls")]
 mod encrypted {
+    use std::sync::Arc;
+
+    use lock_registry::zk::{ZkBackend, ZkConfig};
+    use registry_core::config::BackendConfig as _;
     use registry_testkit::tls::TlsFolder;
 
     use super::*;
@@ -163,6 +167,26 @@ mod encrypted {
         refused(&format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()))).await;
         // The server sends no response over an unencrypted connection.
         refused(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
+    }
+
+    #[tokio::test]
+    async fn a_backend_opened_directly_trusts_the_configured_authority() {
+        let directory = TlsFolder::new().unwrap();
+        let options = ZooKeeperOptions::new().tls(&directory);
+        let server = ZooKeeperServer::start_with(options).await.unwrap();
+        let config = ZkConfig::from_url(&format!("zks://{}", server.addr())).unwrap();
+        let refused = ZkBackend::open(config.clone()).await.unwrap_err();
+        assert!(refused.to_string().contains("option `ca`"), "{refused}");
+
+        let mut by_option = config.clone();
+        by_option.set("ca", directory.ca_file().to_str().unwrap()).unwrap();
+        let pem = std::fs::read_to_string(directory.ca_file()).unwrap();
+        let by_method = config.with_certificate_authority(&pem).unwrap();
+        for config in [by_option, by_method] {
+            let config = config.with_connect_timeout(Duration::from_secs(20));
+            let backend = ZkBackend::open(config).await.unwrap();
+            locks_and_unlocks(&Registry::builder(Arc::new(backend)).build().unwrap()).await;
+        }
     }
 
     #[tokio::test]

@@ -85,8 +85,8 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     }
 }
 
-/// Waits until `lockreg` has told the watchdog about this process, and has then verified the lock.
-/// Returns false if `lockreg` has ended, or the lock was lost.
+/// Waits until `lockreg` has sent the group of this process to the watchdog, and has then verified
+/// the lock. Returns false if `lockreg` has ended, or the lock was lost.
 fn wait_for_start(gate: RawFd) -> io::Result<bool> {
     // The gate is opened by its path, because a use of the descriptor number needs `unsafe`.
     let opened = File::open(format!("/dev/fd/{gate}"));

@@ -7,6 +7,7 @@ use lock_registry::once::{BeginOutcome, DoneRecord, Job, ScheduledJob, Tick, Tic
 use lock_registry::{LockError, LockRegistryExt as _, Registry};
 use nix::sys::signal::Signal;
 use serde_json::json;
+use tokio::time::Instant;
 
 use crate::acquire::AcquireOptions;
 use crate::args::OnceArgs;
@@ -69,19 +70,22 @@ impl OnceCommand {
         }
     }
 
-    /// Acquires the lock if the command is due. Reports on stderr if it is not.
+    /// Acquires the lock if the command is due. The wait limit counts from `started_at`. Otherwise
+    /// prints the reason to stderr, unless
+    /// `--quiet` was given.
     pub(crate) async fn begin(
         &self,
         registry: &Registry,
         request: &LockRequest,
         options: &AcquireOptions,
+        started_at: Instant,
         signals: &mut Signals,
         output: Output,
     ) -> Result<OnceOutcome, CliError> {
         let key = request.key();
-        // If another process runs the command, it is not due here. The default is therefore not to
-        // wait.
-        let wait = options.wait_limit.unwrap_or(Duration::ZERO);
+        // While another process runs the command, the command is not due in this process. By
+        // default, `lockreg` therefore does not wait.
+        let wait = options.wait_limit.unwrap_or_default().saturating_sub(started_at.elapsed());
         let lock_options = options.lock_options.clone().wait(wait);
         let job = self.schedule(registry.once(key)).options(lock_options);
         let begun = tokio::select! {
@@ -122,8 +126,8 @@ impl Recording {
     pub(crate) async fn complete(&self, guard: &HeldLock, status: u8) -> Result<(), LockError> {
         match self {
             Self::Tick { counts_failures: false, .. } if status != 0 => Ok(()),
-            // `complete` may discard the remaining ticks. It may do so in a clone, because
-            // `lockreg` runs only this tick.
+            // `complete` may discard the remaining ticks. A clone suffices, because `lockreg` runs
+            // only this tick.
             Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
             // An error is ignored: observers also detect the vacancy by the missing holder.
             Self::VacantRole(vacant_record) => {

@@ -3,8 +3,8 @@
 //!
 //! `lockreg` writes lines to the stdin of the watchdog: `group GROUP GRACE`, `until DEADLINE`,
 //! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended. A watchdog
-//! that was stopped reads all missed lines before it acts. The last line must therefore always fit
-//! into the pipe.
+//! that was stopped reads all lines in the pipe before it acts. The last line must therefore always
+//! fit into the pipe.
 
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
@@ -133,8 +133,8 @@ impl MessageSender {
 
 /// Runs this subcommand.
 pub(crate) fn main() -> u8 {
-    // The watchdog blocks all signals, so that it ends only after `lockreg`. Only SIGKILL, for
-    // example to a whole service, ends it earlier.
+    // The watchdog blocks all signals, so that no signal ends it before `lockreg`. Exception:
+    // SIGKILL, for example to a whole service.
     let _ = SigSet::all().thread_block();
     watch(MessageReader::new(io::stdin()));
     crate::output::flush_stderr();

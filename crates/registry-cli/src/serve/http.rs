@@ -44,7 +44,7 @@ pub(crate) struct Server {
     /// The names that the header `Host` may contain, in addition to IP addresses and `localhost`.
     /// `None`: the header is not checked.
     pub(crate) allowed_hosts: Option<Vec<String>>,
-    /// `/healthz` fails if the last snapshot is older.
+    /// `/healthz` fails if the last snapshot is older, or if the last attempt failed.
     pub(crate) age_limit: Duration,
     pub(crate) output: Output,
 }

@@ -58,7 +58,7 @@ pub(crate) struct Published {
 }
 
 /// The holders and waiters of a key as the page shows them. Times are points in time, in
-/// milliseconds since 1970. Unlike ages, they do not change as long as the lock does not change.
+/// milliseconds since 1970. Unlike ages, they change only if the lock changes or is renewed.
 /// [`keep_times`] removes small differences.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Row {

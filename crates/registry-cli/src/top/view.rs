@@ -203,7 +203,7 @@ impl View {
         self.selected = self.selected().cloned();
     }
 
-    /// Filters and sorts the rows. The selected row stays selected.
+    /// Filters and sorts the rows. The selected row stays selected if it still exists.
     fn arrange(&mut self) {
         let Some(snapshot) = &self.snapshot else { return };
         let mut rows = rows_of(snapshot);

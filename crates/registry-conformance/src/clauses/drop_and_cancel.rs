@@ -75,7 +75,8 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_the_key_free(context: &
 }
 
 /// A `lock` future that was polled and is then left unpolled does not block other keys: they can be
-/// locked, and held locks are renewed. A `select!` polls no future while the body of a branch runs.
+/// locked, and held locks are renewed. For example, while `select!` runs the body of one branch, it
+/// does not poll the futures of the others.
 pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;
     let held = registry.obtain("orders:1").lock().await.expect("a free lock is acquired");
@@ -96,8 +97,8 @@ pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext)
     held.unlock().await.expect("a held lock is unlocked");
 }
 
-/// If a waiting `lock` future is not polled for a lease, its claim is released and leaves the
-/// store's queue. If the future is polled again, it acquires the lock.
+/// If a waiting `lock` future is not polled for the length of a lease, its claim is released and
+/// leaves the store's queue. If the future is polled again, it acquires the lock.
 pub async fn an_unpolled_lock_leaves_the_queue_of_the_store(context: &TestContext) {
     let (local, remote) =
         (context.registry_with_lease(context.short_lease()).await, context.registry().await);
@@ -306,8 +307,8 @@ pub async fn no_local_lock_remains_for_unused_keys(context: &TestContext) {
     remote_guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Sweeps the acquisition that `make` creates. A completed one must return a guard. After each run,
-/// each of `registries` acquires the lock, in this order.
+/// Sweeps the acquisition that `make` creates. A completed acquisition must return a guard. After
+/// each run, each of `registries` acquires the lock, in this order.
 async fn sweep_acquisition<F>(
     context: &TestContext,
     make: impl AsyncFnMut() -> F,

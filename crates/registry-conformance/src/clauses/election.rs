@@ -13,7 +13,7 @@ use crate::context::{TestContext, assert_granted, key};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::sweep;
 
-/// Of several candidates, one leads at a time, and each term has a larger token.
+/// Of several candidates, one leads at a time. With fencing, each term has a larger token.
 pub async fn one_candidate_leads_at_a_time(context: &TestContext) {
     // Each candidate sends `+` when a term begins, and `-` when its work ends.
     let (event_sender, mut events) = mpsc::unbounded_channel();
@@ -89,10 +89,10 @@ pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestC
     assert_eq!(ended.expect("the term ends"), None);
 }
 
-/// Another candidate leads after a step-down, with a larger token. In a store without a queue, the
-/// former leader may win again, so the clause repeats its step-down until the other one leads. A
-/// former leader reports `Leadership::Leader` until its release is answered. With fencing, the
-/// clause therefore accepts only a larger token.
+/// Another candidate leads after a step-down. In a store without a queue, the former leader may win
+/// again, so the clause repeats its step-down until the other one leads. A former leader reports
+/// `Leadership::Leader` until its release is answered. With fencing, the clause therefore accepts
+/// only a larger token.
 pub async fn another_candidate_leads_after_a_step_down(context: &TestContext) {
     let elections =
         [context.registry().await.election("role"), context.registry().await.election("role")];
@@ -162,8 +162,8 @@ pub async fn observers_see_the_vacancy_after_a_forced_release(context: &TestCont
     assert_eq!(observer.leader().await.expect("the role is read"), None);
 }
 
-/// A leader whose lock was broken is notified, its work is dropped, and it campaigns again with a
-/// larger token.
+/// A leader whose lock was broken is notified, its work is dropped, and it leads again. With
+/// fencing, its next term has a larger token.
 pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &TestContext) {
     let local = context.registry_with_lease(context.renewed_lease()).await;
     let remote = context.registry().await;

@@ -133,8 +133,8 @@ pub async fn a_waiter_acquires_the_lock_of_a_dead_holder(context: &TestContext) 
         .expect("a held lock is unlocked");
 }
 
-/// When another process has acquired the lock after an unrenewed lease, the old guard already
-/// reports that it is not held. It has no validity left.
+/// When an unrenewed lease has ended and another process has acquired the lock, the old guard
+/// already reports that it is not held. It has no validity left.
 pub async fn an_expired_guard_is_not_held_once_another_process_has_the_lock(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     for _ in 0..3 {

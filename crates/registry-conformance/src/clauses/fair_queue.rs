@@ -37,8 +37,8 @@ pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &Test
     assert!(is_free(&*clients[0], claims[0].key()).await, "a released claim holds the key");
 }
 
-/// A claim that skips the queue receives `Busy` while another claim waits in it, even if no claim
-/// holds the key.
+/// A claim that does not join the queue receives `Busy` while another claim waits in the queue,
+/// even if no claim holds the key.
 pub async fn a_claim_that_does_not_queue_does_not_overtake(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.held_in(&*first, ClaimMode::Exclusive).await;

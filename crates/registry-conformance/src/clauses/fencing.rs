@@ -24,7 +24,8 @@ pub async fn every_grant_has_a_token(context: &TestContext) {
 pub async fn tokens_increase_after_a_release(context: &TestContext) {
     let client = context.client().await;
     let mut last = acquire_and_release(context, &*client, "orders:42", 1).await;
-    // Without pauses, so that a token clock with too coarse a resolution would repeat a token.
+    // Without pauses between the grants, a token clock with too coarse a resolution repeats a
+    // token.
     for _ in 0..200 {
         let next = acquire_and_release(context, &*client, "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");

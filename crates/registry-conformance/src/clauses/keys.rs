@@ -1,5 +1,5 @@
-//! Any text within the length limit is a key, and two keys are the same lock only if their bytes
-//! are equal.
+//! Any text of 1 to [`Key::BYTES_MAX`] bytes is a key, unless the layout of the store rejects it.
+//! Two keys are the same lock only if their bytes are equal.
 
 use std::collections::HashSet;
 

@@ -139,8 +139,8 @@ pub async fn a_forced_release_by_another_registry_over_the_client_is_reported_at
     context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
 }
 
-/// Longer than the `verify_after` of any store, so that the first verification cannot detect the
-/// loss instead.
+/// Longer than the `verify_after` of all stores of this workspace, so that the first verification
+/// cannot detect the loss instead.
 const AFTER_FIRST_VERIFICATION: Duration = Duration::from_millis(500);
 
 async fn assert_force_released(operator: &Registry, name: &str) {

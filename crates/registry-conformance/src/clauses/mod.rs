@@ -5,11 +5,12 @@
 //! promises to the engine. A clause that uses a [`Registry`](registry_core::Registry) checks what
 //! users are promised over that store. Two clients of one store stand for two processes.
 //!
-//! Backends run all clauses with [`conformance!`](crate::conformance).
+//! Backends run the clauses with [`conformance!`](crate::conformance) or with
+//! [`assert_conformance_on_shared_servers`](crate::assert_conformance_on_shared_servers).
 //!
 //! # Cancel safety
-//! Clauses run to completion. If the future of a clause is dropped, its locks end with their
-//! leases.
+//! Clauses run to completion. If the future of a clause is dropped, its locks end with their leases
+//! at the latest.
 #![expect(clippy::missing_panics_doc, reason = "a clause panics if its promise is broken")]
 
 // The contract with the engine.

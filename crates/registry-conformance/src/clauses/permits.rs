@@ -112,7 +112,7 @@ pub async fn of_many_concurrent_permits_as_many_as_fit_are_granted(context: &Tes
     assert!(is_free(&*client, &key("orders:42")).await, "a released permit holds the key");
 }
 
-/// A permit that is acquired three times takes its units once, and one release frees them.
+/// A permit whose acquire is repeated takes its units once, and one release frees them.
 pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
     let client = context.client().await;
     let held = context.claim(permit(2, 4));

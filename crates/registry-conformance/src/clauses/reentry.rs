@@ -167,8 +167,8 @@ pub async fn a_lock_is_released_with_its_last_guard(context: &TestContext) {
     next.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Lock calls in an `Owner::scope`, also in a nested one, use the owner of the scope. A scope
-/// cannot re-enter a lock that was acquired outside of it.
+/// Lock calls in an `Owner::scope` use the owner of the scope, and a nested scope has the same
+/// owner. A scope cannot re-enter a lock that was acquired outside of it.
 pub async fn an_owner_scope_applies_to_nested_calls(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");

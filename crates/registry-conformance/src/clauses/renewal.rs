@@ -333,8 +333,8 @@ pub async fn nothing_is_renewed_after_unlock(context: &TestContext) {
     assert_eq!(faulty.calls(Operation::Renew), renewals, "renewals continue without a holder");
 }
 
-/// A guard that is dropped while the store refuses all releases is no longer renewed, so that the
-/// lock ends with its lease.
+/// If a guard is dropped while the store refuses all releases, its lock is no longer renewed. The
+/// lock then ends with its lease.
 pub async fn nothing_is_renewed_after_a_refused_release(context: &TestContext) {
     let faulty = context.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
     let registry = context.registry_over(&faulty, context.renewed_lease());

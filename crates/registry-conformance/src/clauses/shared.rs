@@ -114,7 +114,7 @@ pub async fn concurrent_readers_and_writers_never_hold_together(context: &TestCo
 }
 
 /// An exclusive claim that waits for a reader blocks new readers of every client. It is granted
-/// when the reader released the key, and the reader can repeat its acquire until then.
+/// after the reader has released the key, and the reader can repeat its acquire until then.
 pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.held_in(&*first, ClaimMode::Shared).await;
@@ -589,8 +589,8 @@ pub async fn a_dropped_waiting_lock_call_lets_readers_in(context: &TestContext) 
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
-/// If a `lock` future that waits for readers is not polled, it blocks new readers for about a lease
-/// at most. If the future is polled again, it acquires the lock after the last reader.
+/// If a `lock` future that waits for readers is not polled, it blocks new readers for at most one
+/// and a half leases. If the future is polled again, it acquires the lock after the last reader.
 pub async fn an_unpolled_waiting_lock_call_lets_readers_in(context: &TestContext) {
     let (reading, writing) =
         (context.registry().await, context.registry_with_lease(context.short_lease()).await);
@@ -704,7 +704,7 @@ pub async fn tokens_of_readers_differ_and_the_next_writer_has_a_larger_one(conte
     }
 }
 
-/// The loss of a shared grant is reported to all readers that share it. They return
+/// The loss of a shared grant is reported to all guards that share it. Their `unlock` returns
 /// `LockError::Lost`, and new readers of the process acquire the lock.
 pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestContext) {
     let registry = context.registry_with_lease(context.renewed_lease()).await;

@@ -54,7 +54,7 @@ pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext
 }
 
 /// A grant states a lease that is longer than zero and at most as long as requested. The engine
-/// treats the lock as held for this time.
+/// treats the lock as held for this time, less a margin.
 pub async fn a_grant_states_its_lease(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
@@ -87,8 +87,8 @@ pub async fn every_client_of_a_store_has_the_same_capabilities(context: &TestCon
     assert_eq!(context.client().await.capabilities(), context.client().await.capabilities());
 }
 
-/// Two clients compute the same shard for a claim. The engine groups renewals by shard, so clients
-/// that disagree would renew a claim in the wrong shard.
+/// Two clients compute the same shard for a claim. The engine groups renewals by shard. Clients
+/// that disagree renew a claim in the wrong shard.
 pub async fn a_claim_has_the_same_shard_in_every_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for n in 0..64 {

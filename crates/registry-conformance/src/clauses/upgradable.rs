@@ -805,7 +805,8 @@ pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) 
     }
 }
 
-/// An upgrade is repeated if its requests or replies are lost, and converts the lock once.
+/// A conversion is repeated if its requests are refused or lost, or its replies are lost. It
+/// converts the lock once.
 pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (local, remote) =

@@ -1,5 +1,5 @@
-//! The value block of a key: only a holder writes it, every client reads it, and it survives
-//! releases and restarts.
+//! The value block of a key: only an exclusive holder writes it, every client reads it, and it
+//! survives releases and restarts.
 
 use registry_core::{
     Claim, ClaimMode, FencingToken, LockBackend, LockError, LockValue, LostReason, Queueing,
@@ -224,7 +224,8 @@ pub async fn a_guard_of_a_broken_lock_cannot_write(context: &TestContext) {
     assert_eq!(second.obtain("report").value().await.expect("the value is read"), None);
 }
 
-/// A value that is too long, or that a guard of another mode writes, is refused before any request.
+/// A value that is too long is refused before any request. A write by a guard that is not exclusive
+/// is refused in the same way.
 pub async fn an_invalid_value_is_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
@@ -263,7 +264,7 @@ pub async fn a_guard_that_has_written_is_not_handed_over(context: &TestContext) 
     next.unlock().await.expect("the lock is released");
 }
 
-/// Reads the value of a key through the SPI.
+/// Reads the value of a key through the backend.
 async fn read(client: &dyn LockBackend, name: &str) -> Option<LockValue> {
     values(client).value(&key(name)).await.expect("the value is read").value
 }

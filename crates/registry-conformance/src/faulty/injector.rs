@@ -7,11 +7,11 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
-    /// `try_acquire`.
+    /// `try_acquire`, and `try_acquire_all` of a batch.
     Acquire,
     /// `renew`; one call may carry many claims.
     Renew,
-    /// `release`.
+    /// `release`, and `release_all` of a batch.
     Release,
     /// `wait`.
     Wait,
@@ -50,7 +50,8 @@ impl Operation {
 }
 
 /// A fault of a call. Several faults can apply to one call. If one of them keeps the request from
-/// the store, only [`DelayRequest`](Self::DelayRequest) takes effect with it.
+/// the store, only [`DelayRequest`](Self::DelayRequest) takes effect with it. Only the delays,
+/// [`LoseWake`](Self::LoseWake) and [`WakeEarly`](Self::WakeEarly) affect [`Operation::Wait`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {

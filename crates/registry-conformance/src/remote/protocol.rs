@@ -73,8 +73,8 @@ fn print_text(text: &str) {
 /// Executes the messages on this process's standard input, until the input ends or a
 /// [`Message::Close`] arrives. `execute` returns the result of a request.
 ///
-/// Returns the number of that `Close`, to which the caller must reply, and the requests in
-/// execution.
+/// Returns the number of that `Close`, to which the caller must reply, or `None` at the end of the
+/// input. Also returns the requests in execution.
 ///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.

@@ -27,7 +27,11 @@ pub(super) enum BackendRequest {
 
 /// Executes the requests of a [`RemoteBackend`](super::RemoteBackend) through `backend`. Reads them
 /// from this process's standard input, until the input ends or a
-/// [`Message::Close`](super::protocol::Message::Close) arrives.
+/// [`Message::Close`](super::protocol::Message::Close) arrives. After a `Close`, completes the
+/// requests in execution and closes `backend`. At the end of the input, drops these requests.
+///
+/// # Panics
+/// If a request that is in execution at a `Close` panics.
 ///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.

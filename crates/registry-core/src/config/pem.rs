@@ -81,7 +81,7 @@ impl PemFiles {
     /// Refuses a certificate without its key, and a key without its certificate.
     ///
     /// # Errors
-    /// [`OptionError`] that names the missing option.
+    /// [`OptionError`] of the option that is set. Its text names the missing one.
     pub fn validate(&self) -> Result<(), OptionError> {
         match (&self.cert, &self.key) {
             (Some(_), None) => {
@@ -97,7 +97,8 @@ impl PemFiles {
     /// Reads the files. `store` names the store in errors.
     ///
     /// # Errors
-    /// `Misconfigured` if a file cannot be read or contains no PEM text of its kind.
+    /// `Misconfigured` if a file cannot be read, is larger than 1 MiB, or contains no PEM text of
+    /// its kind. A private key with a passphrase is also an error.
     pub fn read(&self, store: &str) -> Result<PemTexts, BackendError> {
         let certificates = |option, path: &Option<PathBuf>| {
             path.as_deref().map(|path| read_certificates(store, option, path)).transpose()

@@ -94,7 +94,7 @@ impl<'a> UrlParts<'a> {
     /// Returns the options of the query, decoded. A value may be a password.
     ///
     /// # Errors
-    /// `Misconfigured` for an option without a value, and for one that [`text`](Self::text) cannot
+    /// `Misconfigured` for an option without `=`, and for one that [`text`](Self::text) cannot
     /// decode.
     pub fn options(&self) -> Result<Vec<(String, Secret)>, BackendError> {
         let pairs = self.query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty());
@@ -237,8 +237,8 @@ impl<'a> UrlParts<'a> {
         Ok(percent_decode_str(part).collect())
     }
 
-    /// Returns the error for this URL. `problem` continues the sentence that begins with "the store
-    /// URL", and contains no secret.
+    /// Returns the error for this URL. `problem` continues the sentence that begins with "the
+    /// `SCHEME:` store URL". It must contain no secret.
     #[must_use]
     pub fn invalid(&self, problem: &str) -> BackendError {
         let message = format!("the `{}:` store URL {problem}", self.scheme);
@@ -289,8 +289,8 @@ fn parse_host(host: &str, default_port: u16) -> Option<Host> {
 }
 
 /// Returns whether `host` is a host with an optional port. This is false for `user:password`,
-/// unless the password is a number up to 65535. It is true for an empty host, which
-/// [`UrlParts::host`] refuses.
+/// unless the user is a valid host name and the password is a number up to 65535. It is true for an
+/// empty host, which [`UrlParts::host`] refuses.
 #[must_use]
 pub fn is_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {

@@ -33,10 +33,11 @@ impl fmt::Display for InvalidValue {
 
 impl StdError for InvalidValue {}
 
-/// Parses a time such as `30s`, `1500ms` or `1m 30s`.
+/// Parses a time such as `30s`, `1500ms` or `1m 30s`. Zero may be written as `0`.
 ///
 /// # Errors
-/// [`InvalidValue`] if the text has no unit, is negative or is not a time.
+/// [`InvalidValue`] if the text is negative, is not a time, or is a number other than `0` without a
+/// unit.
 pub fn parse_time(text: &str) -> Result<Duration, InvalidValue> {
     let trimmed = text.trim();
     // `humantime` accepts `0`, but no other number without a unit.
@@ -69,10 +70,10 @@ pub fn parse_switch(text: &str) -> Result<bool, InvalidValue> {
     }
 }
 
-/// Parses a whole number.
+/// Parses a whole number from 0 to [`u32::MAX`].
 ///
 /// # Errors
-/// [`InvalidValue`] for any other text.
+/// [`InvalidValue`] for a larger number and for any other text.
 pub fn parse_count(text: &str) -> Result<u32, InvalidValue> {
     text.parse().map_err(|_| {
         InvalidValue::new(format!(

@@ -54,8 +54,8 @@ impl MetricsObserver {
         self.names.name_of(key)
     }
 
-    /// Describes the metrics to the current recorder. [`new`](Self::new) does this too. Call it if
-    /// the recorder was installed after `new`.
+    /// Describes the metrics to the current recorder. [`new`](Self::new) does this too. Call this
+    /// function if the recorder was installed after `new`.
     pub fn describe() {
         for MetricDescription { name, kind, unit, help, .. } in METRICS {
             match kind {
@@ -333,7 +333,7 @@ const RENEWALS: MetricDescription = counter(
 const LEFT_TO_LEASE: MetricDescription = counter(
     "lock_registry_left_to_lease_total",
     &[MODE],
-    "claims that were not released, so that their keys stay locked until their leases end",
+    "claims that were not released, so that their keys may stay locked until their leases end",
 );
 const CONVERSIONS: MetricDescription = counter(
     "lock_registry_conversions_total",

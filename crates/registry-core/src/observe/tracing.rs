@@ -15,8 +15,8 @@ use crate::event::{AcquireEnd, HoldEnd, LockEvent, Observer, ReleaseEnd};
 ///
 /// | level | events |
 /// |---|---|
-/// | warn | lost locks, failed renewals, claims that stay in the store until their lease ends |
-/// | info | a registry begins or ends closing; a leader's term begins or ends |
+/// | warn | lost locks, failed renewals, claims that may stay in the store until their lease ends |
+/// | info | a registry begins to close or is closed; a leader's term begins or ends |
 /// | trace | local waits, busy responses, confirmed renewals |
 /// | debug | all other logged events |
 ///

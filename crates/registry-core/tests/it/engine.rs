@@ -177,6 +177,20 @@ async fn a_key_is_free_after_the_min_hold_of_its_released_lock() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn unlock_before_the_end_of_a_min_hold_reports_a_loss() {
+    let (ours, theirs) = two_processes();
+    // Longer than the lease, so `unlock` renews the lease.
+    let options = LockOptions::new().min_hold(secs(60));
+    let guard = ours.obtain("k").lock_with(options).await.unwrap();
+    assert!(theirs.force_release("k").await.unwrap());
+    let outcome = guard.unlock().await;
+    assert!(
+        matches!(outcome, Err(LockError::Lost { reason: LostReason::Gone, .. })),
+        "{outcome:?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_next_local_holder_has_a_min_hold_of_its_own() {
     let (ours, theirs) = two_processes();
     let options = LockOptions::new().min_hold(Duration::from_millis(20));

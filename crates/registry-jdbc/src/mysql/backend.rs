@@ -55,6 +55,10 @@ impl Dialect for MySql {
         &config.settings
     }
 
+    fn settings_mut(config: &mut MySqlConfig) -> &mut ServerSettings {
+        &mut config.settings
+    }
+
     fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
         client::pool(config)
     }
@@ -405,8 +409,8 @@ struct HolderConnection {
     connection_id: i64,
 }
 
-/// The pauses between checks of a locked row. A row that is locked for longer than their sum has a
-/// holder.
+/// The pauses between checks of a locked row. A row that is locked for longer than their sum counts
+/// as held.
 const ROW_CHECK_PAUSES: [Duration; 4] =
     [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
 
@@ -427,8 +431,6 @@ const CONNECTION_END_PAUSE: Duration = Duration::from_millis(2);
 #[async_trait]
 impl OpenBackend for MySqlConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let mut config = self.clone();
-        config.settings.encryption.apply_options(error::STORE)?;
-        Ok(Arc::new(MySqlBackend::open_mode(config, self.settings.mode()).await?))
+        Ok(Arc::new(MySqlBackend::open_mode(self.clone(), self.settings.mode()).await?))
     }
 }

@@ -51,8 +51,8 @@ impl MySqlConfig {
     /// Unix socket, with `%2F` for its slashes. The default user is `root`, the default port 3306.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, which may hold a
-    /// password.
+    /// `Misconfigured` if the URL is invalid or contains options. The error does not contain the
+    /// URL, which may hold a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }

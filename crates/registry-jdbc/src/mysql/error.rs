@@ -1,8 +1,8 @@
 //! Maps errors of the server and the client to `BackendError`: one decision for each error number.
 //!
 //! The numbers are from <https://mariadb.com/kb/en/mariadb-error-codes/> and from MySQL's error
-//! reference. Every statement is one transaction, so a failed statement has had no effect. If the
-//! connection ends with the error, the outcome is unknown.
+//! reference. Every statement is one transaction, so a failed statement has had no effect. The
+//! outcome is unknown only after errors for which the client closes the connection.
 
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::MySql;
@@ -100,7 +100,8 @@ pub(super) fn is_table_denied(error: &sqlx::Error) -> bool {
 struct MySqlErrorClass {
     kind: BackendErrorKind,
     message: &'static str,
-    /// If true, the outcome is unknown, unless nothing was sent.
+    /// If true, the client closes the connection, even if the server has left it open. The outcome
+    /// is unknown, unless nothing was sent.
     ends_connection: bool,
 }
 

@@ -6,8 +6,8 @@
 //! waits for it.
 //!
 //! Before that lock, the statements on the caller's connection open no snapshot. Otherwise a
-//! transaction with `REPEATABLE READ` would read rows as they were before the grant. A transaction
-//! whose snapshot is older than the grant gets an error.
+//! transaction with `REPEATABLE READ` would read rows as they were before the grant. If the caller
+//! has opened an older snapshot itself, the call returns an error.
 
 use std::time::Duration;
 
@@ -137,8 +137,8 @@ fn check_database(
     }
 }
 
-/// Returns an error if the server of the caller's connection is read-only. It may be another server
-/// than that of the store's connections. `column` of `row` contains whether it is writable.
+/// Returns an error if the server of the caller's connection is read-only. This server may differ
+/// from the server of the store's connections. `column` of `row` shows whether it is writable.
 fn check_writable(row: Option<&MySqlRow>, column: usize, key: &Key) -> Result<(), LockInError> {
     if is_false(row, column) {
         return Err(LockInError::backend(key, error::read_only(error::STORE)));
@@ -191,6 +191,6 @@ async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, Backend
     Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.changed_rows > 0)
 }
 
-/// The longest pause between two attempts of a waiting transaction. Between two guards of another
-/// process, the row is free for only milliseconds, which a longer pause would miss.
+/// The longest pause between two attempts of a waiting transaction. If another process locks the
+/// key again and again, the row is free for only milliseconds. A longer pause would miss that time.
 const PAUSE_MAX: Duration = Duration::from_millis(10);

@@ -41,9 +41,9 @@ use crate::server::{SqlBackend, SqlServer};
 /// across release, expiry, restart, failover and purge. If `innodb_flush_log_at_trx_commit` is 1,
 /// grants and renewals are on the server's disk before the response.
 ///
-/// These servers send no notifications, so the backend polls all awaited keys with one small
-/// statement. Polling starts milliseconds after the beginning of a wait, and slows down with the
-/// length of the wait.
+/// These servers send no notifications. So the backend polls all keys with awaited leases by one
+/// small statement. With session and row locks, each waiting caller polls separately. Polling
+/// starts milliseconds after the beginning of a wait, and slows down with the length of the wait.
 ///
 /// A promoted replica may lack the last grants, and their keys are then free. Tokens grow even in
 /// this case, unless the replica's clock is behind by more than the promotion took. So fenced

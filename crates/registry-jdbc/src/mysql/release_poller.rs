@@ -1,9 +1,9 @@
 //! Wakes waiters of a key after a release by any process. A wake-up is only a hint: the engine then
 //! makes an attempt.
 //!
-//! These servers send no notifications, so the store polls. One task per backend polls all awaited
-//! keys that are due, with one plain read by primary key. The task exists while there are waiters,
-//! and for [`IDLE_TIME_MAX`] after the last waiter. It writes and locks nothing.
+//! These servers send no notifications, so the store polls. One task per backend polls all keys
+//! that are due. One plain read by primary key covers up to 1,024 keys. The task exists while there
+//! are waiters, and for [`IDLE_TIME_MAX`] after the last waiter. It writes and locks nothing.
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
 //!   and 250 ms. It varies randomly by up to a fifth. So after a wait of one second, the task sees
@@ -175,8 +175,8 @@ impl PollerShared {
         }
     }
 
-    /// Takes the rows to poll now, and schedules their next polls. Rows that are due within half a
-    /// pause are included, so that one poll covers them all.
+    /// Returns the rows to poll now, and schedules their next polls. Rows that are due within half
+    /// of their pause are included, so that one poll covers them all.
     fn take_due(&self) -> Vec<RowId> {
         let now = Instant::now();
         let mut rows = Vec::new();

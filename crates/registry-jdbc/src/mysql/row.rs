@@ -239,7 +239,7 @@ fn broken(error: sqlx::Error) -> SessionFailure {
 }
 
 /// The pauses between attempts to write the claim to a locked row. A row that is locked for longer
-/// than their sum has a holder, so the attempt then returns `Busy`.
+/// than their sum counts as held, so the attempt then returns `Busy`.
 const WRITE_CLAIM_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),

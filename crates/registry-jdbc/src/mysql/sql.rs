@@ -16,8 +16,8 @@
 //! - The lease of another claim seems to have more time left, so it is not considered expired too
 //!   early.
 //! - A token is above the tokens of the row at the time of the write, whatever the clock shows.
-//! - A renewal may prolong a lease that expired while the statement waited, but only if no other
-//!   claim was granted the key meanwhile.
+//! - A renewal skips locked rows, so it waits for none. It may prolong a lease that expired after
+//!   the statement's start, but only if no other claim was granted the key meanwhile.
 //!
 //! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
 //! `until` is at least the end of the last entry, so statements for one claim find the key held.
@@ -41,7 +41,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The settings of every connection. They override the server's defaults: for example,
 /// `completion_type` could make COMMIT close the connection. With READ COMMITTED, a statement sees
-/// committed rows, and a select inside a write locks nothing.
+/// all rows that were committed before it, and a select inside a write locks nothing.
 const CONNECTION_SETTINGS: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \
@@ -239,7 +239,8 @@ pub(super) fn quoted(identifier: &str) -> String {
     format!("`{}`", identifier.replace('`', "``"))
 }
 
-/// Integers only. Unlike `UNIX_TIMESTAMP`, it supports years after 2038.
+/// The server's time in microseconds since 1970, as an integer. Unlike `UNIX_TIMESTAMP`, the
+/// expression supports years after 2038 on all servers.
 pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 /// The condition that the existing row, with which an insert conflicts, is free.
@@ -499,9 +500,9 @@ const HAS_SESSION_GRANT: &str =
 const READ_VALUE: &str = "\
     SELECT v.token, v.value, {now} FROM (SELECT 1 AS one) AS one LEFT JOIN {values} AS v ON v.id = $1";
 
-/// Writes the value of a key whose row has this claim and token. The row lock keeps the key from
-/// being granted to another claim until the value is committed. The row lock is shared, because the
-/// connection of the holder may also have one.
+/// Writes the value of a key whose row has this claim and token, unless the stored value has a
+/// larger token. The row lock keeps the key from being granted to another claim until the value is
+/// committed. The row lock is shared, because the connection of the holder may also have one.
 ///
 /// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value.
 const WRITE_VALUE: &str = "\
@@ -659,7 +660,7 @@ const LEASE_LEFT: &str = "\
     SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = $1";
 
 /// Returns the dead rows of a batch, each with its largest token. A batch begins at a random id.
-/// Ids are hashes, so every row is equally likely to be in the batch.
+/// Ids are hashes, so a batch is a random part of the table.
 ///
 /// Parameters: first id of the batch, maximum number of rows, minimum microseconds since the row's
 /// end.

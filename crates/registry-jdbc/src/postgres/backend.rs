@@ -55,6 +55,10 @@ impl Dialect for Postgres {
         &config.settings
     }
 
+    fn settings_mut(config: &mut PostgresConfig) -> &mut ServerSettings {
+        &mut config.settings
+    }
+
     fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
         client::pool(config)
     }
@@ -344,7 +348,8 @@ pub(super) async fn renew(
     answers.collect()
 }
 
-/// How long a forced release waits until the connection has ended.
+/// The maximum time that a forced release waits for the end of the connection. If half of the
+/// response time-out is shorter, that limit applies.
 const CONNECTION_END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Decodes the format `escape` of a `bytea`: a backslash is doubled, and some bytes are three octal
@@ -369,9 +374,7 @@ fn unescape_bytes(mut text: &[u8]) -> Vec<u8> {
 #[async_trait]
 impl OpenBackend for PostgresConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let mut config = self.clone();
-        config.settings.encryption.apply_options(error::STORE)?;
-        Ok(Arc::new(PostgresBackend::open_mode(config, self.settings.mode()).await?))
+        Ok(Arc::new(PostgresBackend::open_mode(self.clone(), self.settings.mode()).await?))
     }
 }
 

@@ -12,8 +12,8 @@ use crate::server::{AfterConnect, ConnectionPool, PoolError};
 
 pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
     let pool = ConnectionPool::new(config.connect_options(), config.settings.pool_limits());
-    // A pooler may assign the connection to another client. So behind a pooler each statement sets
-    // its own limit.
+    // A pooler may assign the connection to another client. So each unprepared statement, which may
+    // pass through a pooler, sets its own limit.
     match config.statements {
         StatementMode::Prepared => pool.with_after_connect(set_lock_timeout(config)),
         StatementMode::Unprepared => pool,

@@ -1,5 +1,5 @@
-//! The configuration of the PostgreSQL stores: server, tables, limits and time-outs. Opens no
-//! connection. Applications build it; `open`, `client` and the listener read it.
+//! The configuration of a PostgreSQL store: server, tables, limits and time-outs. Applications
+//! build it; `open`, `client` and the listener read it. This module opens no connection.
 
 use std::fmt;
 use std::path::Path;
@@ -48,8 +48,7 @@ const POSTGRES_OPTIONS: &[OptionRow] = &[
     ),
 ];
 
-/// The configuration of a [`PostgresBackend`](crate::PostgresBackend) and of the other PostgreSQL
-/// stores.
+/// The server, the tables and the time limits of a [`PostgresBackend`](crate::PostgresBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct PostgresConfig {
@@ -73,7 +72,7 @@ pub enum StatementMode {
     /// Statements are sent as plain text.
     ///
     /// Use this mode behind a pooler in transaction mode, such as `PgBouncer` with
-    /// `pool_mode = transaction`. Then there is no listener unless
+    /// `pool_mode = transaction`. In this mode, no listener receives release notifications, unless
     /// [`with_listen`](PostgresConfig::with_listen) sets its URL.
     Unprepared,
 }
@@ -115,8 +114,8 @@ impl PostgresConfig {
     /// [`check`](Self::check) returns an error.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
-    /// contain a password.
+    /// `Misconfigured` if the URL is invalid or contains options. The error does not repeat the
+    /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }
@@ -145,8 +144,8 @@ impl PostgresConfig {
     /// encrypted in the same way as all other connections.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
-    /// contain a password.
+    /// `Misconfigured` if the URL is invalid, contains options, or names no database. The error
+    /// does not repeat the URL, which may contain a password.
     pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
         let invalid = || Postgres::misconfigured("the URL of the listener is invalid");
         let server = parse_listen(url).ok_or_else(invalid)?;
@@ -335,7 +334,8 @@ impl TableNames {
     }
 }
 
-/// Returns the quoted identifier. Schema names that the server returned have not been checked.
+/// Returns the identifier in quotes, with its own quotes doubled. Schema names that the server
+/// returned have not been checked, so they may contain any character.
 pub(super) fn quoted(identifier: &str) -> String {
     format!("\"{}\"", identifier.replace('"', "\"\""))
 }
@@ -371,8 +371,8 @@ fn parse_server(url: &UrlParts<'_>) -> Result<PgConnectOptions, BackendError> {
 fn parse_listen(url: &str) -> Option<PgConnectOptions> {
     let url = UrlParts::split(url).filter(|url| url.query.is_none())?;
     url.check().ok()?;
-    // The default database may differ from the store's database, whose notifications the listener
-    // would then not receive.
+    // A default database could differ from the store's database. The listener would then receive no
+    // notifications.
     require_database(&url).ok()?;
     parse_server(&url).ok()
 }

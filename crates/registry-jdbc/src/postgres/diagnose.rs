@@ -41,7 +41,7 @@ pub(super) async fn diagnose_row_locks(table: &PgLeaseTable) -> Result<Vec<Findi
     let mut findings = Vec::from_iter(check_row_locks(row_locks, connections_max));
     if old_row_locks > 0 {
         findings.push(Finding::warning(format!(
-            "{old_row_locks} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
+            "{old_row_locks} row locks have been held for more than five minutes, and the server cannot vacuum rows of the database that died since; use leases for long holds"
         )));
     }
     Ok(findings)

@@ -25,7 +25,7 @@ impl ServerErrors for Postgres {
         let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
         let code = code(database.as_ref());
         // These codes mean that another server may have become the primary, that the connection is
-        // in another client's transaction, or that prepared statements are missing or outdated.
+        // lost or in another client's transaction, or that a prepared statement is unusable.
         let is_session_unusable = code.starts_with("25")
             || code.starts_with("08")
             || code.starts_with("57P")
@@ -188,7 +188,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         ),
         "42501" => (
             Denied,
-            "this user lacks a right: SELECT, INSERT, UPDATE and DELETE on the locks table, SELECT and UPDATE on the meta table, USAGE on their schema",
+            "this user lacks a right on the lock tables or their schema; grant the rights that `lockreg schema postgres` lists",
             true,
         ),
         "26000" | "42P05" => (

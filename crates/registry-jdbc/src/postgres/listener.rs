@@ -360,8 +360,8 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// the connection.
 const IDLE_CHECKS_MAX: u32 = 6;
 
-/// The time limit of each of the two steps of `self_test`: connecting and receiving. It is shorter
-/// than the engine's own time-out.
+/// The time limit of each of the two steps of `self_test`: connecting and receiving. Both together
+/// are shorter than the engine's default time-out.
 const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time limit for the server's answer.

@@ -66,8 +66,8 @@ impl PgSessionProtocol {
             (self.connect_unconfigured().await?, self.connect_unconfigured().await?);
         let have_two_processes = one.server_process != two.server_process;
         let probe = async {
-            // The open transaction occupies one process. If `two` used that process before, a
-            // pooler must now switch it to another process, which `check_process` detects.
+            // The open transaction of `one` occupies a process. If `two` used this process before,
+            // a pooler must now assign another process to `two`, which `check_process` detects.
             one.simple_query(format!("BEGIN; {CHECK_SESSION}")).await?;
             two.simple_query(CHECK_SESSION).await?;
             one.simple_query(format!("{CHECK_SESSION}; ROLLBACK")).await
@@ -148,7 +148,8 @@ impl PgSessionProtocol {
         }
     }
 
-    /// Writes the claim and a larger token to the row, unless another client holds a lease.
+    /// Acquires the advisory lock if `lock_state` is `NotHeld`. Then writes the claim and a larger
+    /// token to the row, unless another client holds a lease or has locked the row.
     async fn write_claim(
         &self,
         connected: &mut PgSessionConnection,

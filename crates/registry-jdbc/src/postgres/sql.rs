@@ -366,7 +366,7 @@ const RELEASE_ALL: &str = "\
             set_config('synchronous_commit', 'off', true)) \
     SELECT EXISTS (SELECT FROM released WHERE released.id = w.id) FROM wanted AS w ORDER BY w.n";
 
-/// Ends the grant of any holder of the key, and notifies the listeners.
+/// Ends the lease on the key, whatever claim holds it, and notifies the listeners.
 ///
 /// Parameters: id, channel, message
 const FORCE_RELEASE: &str = "\
@@ -485,7 +485,7 @@ const NOTIFY: &str = "\
     CASE WHEN $13::bigint = 1 THEN set_config('synchronous_commit', 'off', true) END";
 
 /// Returns [`LOCK_IN`] for rows alone, or for rows with session locks. `session_step` is the
-/// additional step for session locks. `source` is a `FROM` clause that is empty if the transaction
+/// additional step for session locks. `source` follows `FROM`, and yields no row if the transaction
 /// must not lock the row. `is_in_session` is the expression for whether a session holds the lock.
 fn lock_in(session_step: &str, source: &str, is_in_session: &str) -> String {
     LOCK_IN
@@ -553,10 +553,11 @@ const LOCK_IN: &str = "\
 /// Acquires an advisory lock for the session, unless the session holds it, and writes the claim and
 /// a larger token to the row. Clients that request a lease still find the row free.
 ///
-/// Returns no token if another client holds a lease, or if another transaction has locked the row.
-/// Then the statement releases the advisory lock. It sends no notification, because each notified
-/// client would also fail and notify again. After an error the caller must release the advisory
-/// lock, because a rollback does not release it.
+/// Returns no token if another session holds the advisory lock, another client holds a lease, or
+/// another transaction has locked the row. The statement then releases the session's advisory lock,
+/// if held. It sends no notification, because each notified client would also fail and notify
+/// again. After an error the caller must release the advisory lock, because a rollback does not
+/// release it.
 ///
 /// The statement does not wait for locked rows, because all commands of the session would wait too.
 /// `lock_timeout` limits only the wait for a row that another transaction has inserted and not
@@ -677,8 +678,9 @@ const FENCE_SESSION_GRANT: &str = "\
 const READ_VALUE: &str = "\
     SELECT v.token, v.value, {now} FROM (SELECT) AS one LEFT JOIN {values} AS v ON v.id = $1::bytea";
 
-/// Writes the value of a key whose row has this claim and token. [`FENCE`] keeps the row from being
-/// granted to another claim until the value is committed.
+/// Writes the value of a key whose row has this claim and token, unless the stored value has a
+/// larger token. [`FENCE`] keeps the key from being granted to another claim until the value is
+/// committed.
 ///
 /// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value
 const WRITE_VALUE: &str = "\
@@ -796,7 +798,7 @@ const HAS_HOLDER_LOCK: &str = "\
             AND classid::bigint = (($1::bigint >> 32) & 4294967295) AND objid::bigint = ($1::bigint & 4294967295))";
 
 /// Deletes the dead rows of a batch. A trigger records the largest of their tokens. The batch
-/// begins at a random id. Ids are hashes, so every row is equally likely to be in the batch.
+/// begins at a random id. Ids are hashes, so a batch is a random part of the table.
 ///
 /// Parameters: first id of the batch, maximum number of rows, minimum microseconds since the row's
 /// end

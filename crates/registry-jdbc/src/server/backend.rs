@@ -88,8 +88,9 @@ pub enum SqlMode {
     /// A transaction releases all its row locks at once, when it ends. So each held lock has its
     /// own transaction and its own connection, which belongs neither to the application nor to a
     /// pool. `with_row_locks` of the configuration limits the number of these connections. An
-    /// attempt beyond the limit fails with [`RowLocksExhausted`](crate::RowLocksExhausted). A
-    /// waiting caller uses no connection.
+    /// attempt beyond the limit returns a retryable error whose source is
+    /// [`RowLocksExhausted`](crate::RowLocksExhausted). Between its attempts, a waiting caller
+    /// occupies none of these connections.
     ///
     /// Listings show the holder as in the mode `Lease`, but without the time left. If an
     /// application's transaction holds a key through [`LockIn`](crate::LockIn),
@@ -100,9 +101,9 @@ pub enum SqlMode {
     /// (`CONNECTION_ADMIN` in MySQL).
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
-    /// of the database. So hold these locks for seconds or minutes only. Row locks work through a
-    /// pooler in session or transaction mode, because a transaction keeps its connection. Each held lock also takes
-    /// one of the pooler's connections.
+    /// of the database that died since the transaction began. So hold these locks for seconds or
+    /// minutes only. Row locks work through a pooler in session or transaction mode, because a
+    /// transaction keeps its connection. Each held lock also takes one of the pooler's connections.
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
     /// retryable error after `busy_timeout`. The server does not report why a row is locked. Galera
@@ -112,13 +113,14 @@ pub enum SqlMode {
     /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.
     ///
     /// In all other respects the locks are leases: the server's clock ends grants, tokens only
-    /// grow, and each claim is its own owner. In PostgreSQL, the row lock of a
+    /// grow, and each claim is its own owner. In PostgreSQL too, the row lock of a
     /// [`Fence`](crate::Fence) blocks renewals: the lock is not renewed while the fenced
     /// transaction is open. The class is best-effort, because the Java peers decide by their own
     /// hosts' clocks whether a lock has expired.
     ///
-    /// Spring sends no notifications, so the registry finds releases by its
-    /// [poll](registry_core::RegistryBuilder::poll). The namespace is ignored: Spring has regions.
+    /// Spring sends no notifications, so the registry finds releases by Java programs only by its
+    /// [poll](registry_core::RegistryBuilder::poll). In MariaDB and MySQL, this also applies to
+    /// releases by other processes of this program. The namespace is ignored: Spring has regions.
     /// In MariaDB and MySQL, the table's name is case-sensitive.
     Spring(SpringTable),
 }
@@ -183,8 +185,9 @@ impl<D: SpringDialect> SqlBackend<D> {
     ///
     /// # Cancel safety
     /// As for [`open`](Self::open).
-    pub async fn open_mode(config: D::Config, mode: SqlMode) -> Result<Self, BackendError> {
+    pub async fn open_mode(mut config: D::Config, mode: SqlMode) -> Result<Self, BackendError> {
         Self::check(&config, &mode)?;
+        D::settings_mut(&mut config).encryption.apply_options(D::STORE)?;
         let address: Arc<str> = config.address().into();
         let capabilities = capabilities::<D>(&config, &mode);
         let opened = Self::open_mode_state(config, mode).await;
@@ -192,7 +195,10 @@ impl<D: SpringDialect> SqlBackend<D> {
         Ok(Self { mode_state, address, capabilities })
     }
 
-    async fn open_mode_state(config: D::Config, mode: SqlMode) -> Result<ModeState<D>, BackendError> {
+    async fn open_mode_state(
+        config: D::Config,
+        mode: SqlMode,
+    ) -> Result<ModeState<D>, BackendError> {
         Ok(match mode {
             SqlMode::Lease => ModeState::Lease(LeaseTable::open(config).await?),
             SqlMode::Session => {
@@ -205,7 +211,9 @@ impl<D: SpringDialect> SqlBackend<D> {
                 let sessions = RowLockSessions::new(D::RowLock::open(Arc::clone(&table)).await?);
                 ModeState::Row { table, sessions }
             }
-            SqlMode::Spring(table) => ModeState::Spring(SpringLeaseTable::open(config, table).await?),
+            SqlMode::Spring(table) => {
+                ModeState::Spring(SpringLeaseTable::open(config, table).await?)
+            }
         })
     }
 
@@ -239,7 +247,9 @@ impl<D: SpringDialect> SqlBackend<D> {
     pub(crate) fn table(&self) -> BackendTable<'_, D> {
         match &self.mode_state {
             ModeState::Lease(table) => BackendTable::Native(table),
-            ModeState::Session { table, .. } | ModeState::Row { table, .. } => BackendTable::Native(table),
+            ModeState::Session { table, .. } | ModeState::Row { table, .. } => {
+                BackendTable::Native(table)
+            }
             ModeState::Spring(spring) => BackendTable::Spring(spring),
         }
     }
@@ -351,7 +361,9 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let (released, table) = match &self.mode_state {
             ModeState::Lease(table) => return self.result_with_address(table.release(claim).await),
-            ModeState::Spring(spring) => return self.result_with_address(spring.release(claim).await),
+            ModeState::Spring(spring) => {
+                return self.result_with_address(spring.release(claim).await);
+            }
             ModeState::Session { table, session } => (session.release(claim).await, table),
             ModeState::Row { table, sessions } => (sessions.release(claim).await, table),
         };

@@ -140,7 +140,8 @@ impl<D: Dialect> SqlClient<D> {
                 }
                 ErrorEffect::Broken => {
                     // A connection that was idle has probably broken before this request, for
-                    // example by a restart of the server. Only then is the request repeated.
+                    // example by a restart of the server. A request on any other connection is not
+                    // repeated.
                     if !was_idle || reconnect || resend != Resend::Allowed {
                         // The remaining idle connections are probably broken too.
                         self.pool.close_idle();

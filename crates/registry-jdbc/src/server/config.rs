@@ -313,8 +313,8 @@ impl ServerSettings {
     }
 
     /// Returns the default poll interval for Spring's table, or `None` for the native tables.
-    /// Spring peers send no release notifications, so the interval is shorter than the engine's. It
-    /// is the default of Spring's `idleBetweenTries`.
+    /// Spring peers send no release notifications, so the interval is shorter than the engine's
+    /// default. It equals the default of Spring's `idleBetweenTries`.
     pub(crate) fn poll(&self) -> Option<Duration> {
         self.options.is_spring.then_some(Duration::from_millis(100))
     }
@@ -431,7 +431,8 @@ impl GivenOptions {
 macro_rules! server_config {
     ($config:ident, $options:ident) => {
         impl $config {
-            /// The default time limit for a response. It is longer than the engine's own time-out.
+            /// The default time limit for a response. It is longer than the engine's default
+            /// operation time-out.
             pub const RESPONSE_TIMEOUT: Duration = ServerSettings::RESPONSE_TIMEOUT;
 
             /// The default time for which rows of free keys are kept.
@@ -440,7 +441,8 @@ macro_rules! server_config {
             /// The default time limit for waiting for a row that another transaction has locked.
             pub const BUSY_TIMEOUT: Duration = ServerSettings::BUSY_TIMEOUT;
 
-            /// Sets the user, and the password that is sent if the server requests one.
+            /// Sets the user and, if given, the password. The password is sent only if the server
+            /// requests one.
             #[must_use]
             pub fn with_login(mut self, user: &str, password: Option<&str>) -> Self {
                 self.server = self.server.username(user);
@@ -544,7 +546,11 @@ macro_rules! server_config {
             }
 
             /// Sets the time limit for a response. After this time, the store closes the
-            /// connection. Default: 10 s, which is longer than the engine's own time-out.
+            /// connection.
+            ///
+            /// Default: 10 s, which is longer than the engine's default operation time-out. If six
+            /// fifths of `busy_timeout` or of the option `timeout` are longer, they are the
+            /// default.
             #[must_use]
             pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
                 self.settings.set_response_timeout(response_timeout);
@@ -552,7 +558,8 @@ macro_rules! server_config {
             }
 
             /// Sets how long a statement waits for a row that another transaction has locked.
-            /// Default: 1 s. MariaDB and MySQL round up to whole seconds.
+            /// Default: 1 s, or five sixths of the option `timeout` if that is shorter. MariaDB and
+            /// MySQL round up to whole seconds.
             ///
             /// After this time, the statement fails with a transient error. A transaction with a
             /// [fence](crate::Fence), for example, keeps such a row locked until it ends.
@@ -562,7 +569,8 @@ macro_rules! server_config {
                 self
             }
 
-            /// Sets how long rows of free keys are kept. Default: one hour.
+            /// Sets how long rows of free keys are kept. Default: one hour, or twice
+            /// [`response_timeout`](Self::with_response_timeout) if that is longer.
             ///
             /// Must be at least one minute, and at least twice
             /// [`response_timeout`](Self::with_response_timeout). Otherwise a statement could

@@ -62,7 +62,7 @@ enum StateSlot<S: ActorState> {
         caller: Option<Waker>,
     },
     InTask,
-    /// The task has ended, and the state was dropped.
+    /// The state was dropped, because the task has ended or a command panicked.
     Closed,
 }
 
@@ -90,7 +90,8 @@ impl<S: ActorState> ConnectionActor<S> {
         }
     }
 
-    /// Runs `run` with `command` in the caller, if the state is free.
+    /// Starts `command` in the caller, if the state is free. `run` returns the future of the
+    /// command.
     pub(super) fn try_start<C>(
         self: &Arc<Self>,
         command: C,
@@ -190,7 +191,8 @@ impl<S: ActorState> ConnectionActor<S> {
         }
     }
 
-    /// Drops the state, and the command of a caller that runs on it. Later commands fail.
+    /// Drops the state, and the command of a caller that runs on it. Later calls of
+    /// [`try_start`](Self::try_start) return [`StartOutcome::Closed`].
     pub(super) fn close(&self) {
         let last_slot = mem::replace(&mut self.lock().slot, StateSlot::Closed);
         if let StateSlot::InCaller { future, caller: Some(caller), .. } = last_slot {

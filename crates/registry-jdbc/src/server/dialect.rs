@@ -93,6 +93,9 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     fn settings(config: &Self::Config) -> &ServerSettings;
 
+    /// As [`settings`](Self::settings), to change them.
+    fn settings_mut(config: &mut Self::Config) -> &mut ServerSettings;
+
     /// Creates the pool without connecting.
     fn pool(config: &Self::Config) -> ConnectionPool<Self::Connection>;
 
@@ -156,8 +159,9 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Whether one statement can acquire several keys, and one statement can release several keys.
     const HAS_BATCHES: bool = false;
 
-    /// Grants all claims, if the rows of all keys exist and are free. Returns their tokens in the
-    /// order of the claims, or no token if nothing was granted. Waits for no row.
+    /// Grants all claims, if the rows of all keys exist, are free, and are not locked by another
+    /// transaction. Returns their tokens in the order of the claims, or no token if nothing was
+    /// granted. Waits for no row.
     fn acquire_all(
         _rows: &LeaseTable<Self>,
         _claims: &[Claim],
@@ -241,7 +245,7 @@ pub(crate) trait SpringDialect: Dialect {
     fn table_name(config: &Self::Config, table: &SpringTable) -> String;
 
     /// Finds Spring's table. Returns its quoted name, and whether its rows contain the end of the
-    /// lock.
+    /// lock. Returns `None` if the table is missing.
     fn find_table(
         store: &Store<Self>,
         table: &SpringTable,
@@ -395,7 +399,8 @@ pub(super) async fn try_acquire<S: LeaseStore>(
         match store.attempt(claim, store.wakeups().position()).await {
             Ok(Some(attempt)) => return Ok(attempt),
             Ok(None) => {}
-            // An earlier attempt of this loop may have been granted before its connection broke.
+            // The server has executed an earlier attempt of this loop, so the error must not be
+            // marked as refused.
             Err(error) if attempt_number > 0 => return Err(error.as_unknown()),
             Err(error) => return Err(error),
         }

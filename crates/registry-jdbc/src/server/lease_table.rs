@@ -182,7 +182,7 @@ impl<D: Dialect> LeaseTable<D> {
             Attempt::Busy(_) if claim.joins_queue() => {
                 Box::pin(self.attempt_on_record(claim, notification_position)).await.map(Some)
             }
-            // With a wake check, the engine polls less often. A busy response from a record gets
+            // With a wake check, the engine polls less often. A busy response from a record has
             // none: no notification is sent when an entry expires, so the engine must poll at its
             // usual interval.
             Attempt::Busy(busy) => Ok(Some(Attempt::Busy(match self.wakeups.wake_check() {

@@ -41,8 +41,9 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         let lockable =
             lockable_table::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
-        // No release of this lock reaches the store, so its rows are purged here. After the
-        // attempt, the purge could wait for the row that the transaction has locked.
+        // No release of this lock reaches the backend, which otherwise purges rows at releases. So
+        // this call may purge. After the attempt, a purge could wait for the row that the
+        // transaction has locked.
         lockable.table.store.maybe_purge(ClaimId::random()).await;
         let deadline = Deadline::after(wait);
         // The first attempt neither waits nor joins the local queue. So an error of the transaction

@@ -61,9 +61,9 @@ impl PoolLimits {
 /// Why no connection is available. No statement was sent.
 #[derive(Debug)]
 pub(crate) enum PoolError {
-    /// All connections are busy.
+    /// No connection became free within the time limit.
     Exhausted,
-    /// The server did not answer within the time limit.
+    /// No connection was established within the time limit.
     TimedOut,
     /// The server or the network returned an error.
     Sqlx(sqlx::Error),
@@ -110,7 +110,7 @@ impl<C: Connection> ConnectionPool<C> {
         }
     }
 
-    /// Sets what prepares each new connection.
+    /// Sets the function that prepares each new connection.
     pub(crate) fn with_after_connect(mut self, after_connect: AfterConnect<C>) -> Self {
         self.after_connect = Some(after_connect);
         self
@@ -333,5 +333,5 @@ const LATE_LEASE_DIVISOR: u32 = 8;
 /// The number of connections that are reserved for renewals and releases.
 const RESERVED: usize = 2;
 
-/// The idle time after which a connection is closed.
+/// An idle connection is closed after this time, when another connection returns to the pool.
 const IDLE_MAX: Duration = Duration::from_secs(300);

@@ -1,6 +1,6 @@
 //! Decides when rows are purged: one release and one `lock_in` in 256 also purge a batch of rows,
-//! and one end of a wait in 256 purges the expired registrations of waiters. The statements are in
-//! the `sql` module of each kind of server.
+//! and one removal of a waiter's registration in 256 also purges the expired registrations. The
+//! statements are in the `sql` module of each kind of server.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,11 +8,11 @@ use std::time::Duration;
 use registry_core::{BackendError, ClaimId};
 use tokio::time::timeout;
 
-/// A release purges a batch if the random id of its claim begins with this byte: one in 256. A
-/// `lock_in` draws an id of its own.
+/// An operation purges if the random id of its claim begins with this byte: one in 256. A `lock_in`
+/// has no claim, so it draws a random id.
 const PURGE_ID_BYTE: u8 = 0;
 
-/// The maximum time that a batch adds to a release or a `lock_in`, even if all connections are
+/// The maximum time that a purge adds to the operation that runs it, even if all connections are
 /// busy.
 const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 

@@ -2,9 +2,10 @@
 //! a place in the queue.
 //!
 //! Such a key has one row, whose claim is [`RECORD_MARKER`] and whose label is the text of a
-//! [`LockRecord`]. A statement for exclusive claims treats this row as held by another claim,
-//! because no claim has that id. A request on the record reads the row, computes the new record,
-//! and writes it if the row is still unchanged. If the row has changed, the request starts again.
+//! [`LockRecord`]. Until the row's `until`, a statement for exclusive claims treats this row as
+//! held by another claim, because no claim has that id. A request on the record reads the row,
+//! computes the new record, and writes it if the row is still unchanged. If the row has changed,
+//! the request starts again.
 
 use std::time::Duration;
 
@@ -35,8 +36,8 @@ struct Columns {
     /// The time of the grant. In a row with a record, this value instead increases with each change
     /// after which another claim may be granted.
     since: i64,
-    /// The end of the grant. In a row with a record, this value is at least the end of the last
-    /// entry. Each write of a record increases `since` or `until`, so equal values mean that the
+    /// The end of the grant. In a row with a record, this value is at least the latest end of its
+    /// entries. Each write of a record increases `since` or `until`, so equal values mean that the
     /// record is unchanged.
     until: i64,
 }

@@ -61,7 +61,7 @@ impl RowId {
         &self.0
     }
 
-    /// Returns 64 hexadecimal digits: the name of the MySQL named lock.
+    /// Returns 64 hexadecimal digits: the name of the named lock in MariaDB and MySQL.
     #[cfg(feature = "mysql")]
     pub(crate) fn hex(self) -> String {
         use std::fmt::Write as _;

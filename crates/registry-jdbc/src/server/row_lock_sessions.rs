@@ -128,7 +128,8 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     }
 }
 
-/// A pool of connections for row locks. Each held lock uses one connection.
+/// A pool of connections for row locks. Each held lock and each running attempt uses one
+/// connection.
 pub(crate) struct RowLockPool<C> {
     max: u32,
     permits: Arc<Semaphore>,
@@ -145,7 +146,7 @@ impl<C> RowLockPool<C> {
         Self { max, permits: Arc::new(Semaphore::new(permits)), idle: Mutex::default() }
     }
 
-    /// Returns a permit, and an idle connection if one exists.
+    /// Returns a permit, and a connection that was idle for at most [`IDLE_MAX`], if one exists.
     pub(crate) fn acquire(&self) -> Result<(RowLockPermit, Option<C>), RowLocksExhausted> {
         let permit = Arc::clone(&self.permits).try_acquire_owned();
         let permit = permit.map_err(|_| RowLocksExhausted { locks_max: self.max })?;
@@ -186,13 +187,13 @@ impl<C> RowLockPool<C> {
 /// The limit of row locks is reached. It is the [source](std::error::Error::source) of the
 /// [`BackendError`] that an attempt beyond the limit returns.
 ///
-/// Each held row lock occupies a connection, so the number of row locks is limited. The limit is
-/// `with_row_locks` of the store's configuration.
+/// Each held row lock and each running attempt occupies a connection, so their number is limited.
+/// The limit is `with_row_locks` of the store's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the limit of {locks_max} row locks is reached")]
 #[non_exhaustive]
 pub struct RowLocksExhausted {
-    /// The maximum number of row locks that are held at once.
+    /// The maximum number of held row locks and running attempts together.
     pub locks_max: u32,
 }
 

@@ -4,10 +4,10 @@
 //!
 //! The connection actor in `connection_actor` runs one command at a time and completes each command
 //! that it has started. So a dropped caller leaves no partial exchange on the connection. The
-//! server does not expire these locks. Instead, the actor's task releases a lock that is not
-//! renewed in time. While a lock is held, the task regularly checks that the session still exists
-//! on the server. If the session has ended, all locks are lost, and the task notifies their holders
-//! at once.
+//! server does not expire these locks. Instead, the connection actor releases a lock that is not
+//! renewed in time. While a lock is held, the actor regularly checks that the session still exists
+//! on the server. If the session has ended, all of its locks are lost, and the actor notifies their
+//! holders at once.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -53,8 +53,9 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     /// unless `plan` provides a reserved token. If the result is neither a grant nor `Broken`, the
     /// session does not hold the lock afterwards.
     ///
-    /// Must not wait for a row that another transaction has locked, because all commands of the
-    /// session would wait too.
+    /// Must wait as briefly as the server permits for a row that another transaction has locked,
+    /// because all commands of the session wait too. MySQL, unlike MariaDB, permits no limit below
+    /// one second.
     fn try_acquire(
         &self,
         connection: &mut Self::Connection,
@@ -459,8 +460,8 @@ impl CommandResponse {
     }
 }
 
-/// Runs the task of the connection actor. The task ends when all senders are dropped. Held locks
-/// then end with the connection.
+/// Runs the task of the connection actor. The task ends when all senders are dropped, or when the
+/// state was dropped. Held locks then end with the connection.
 async fn run_actor<P: SessionProtocol>(close_on_drop: CloseOnDrop<P>, mut queue: CommandQueue) {
     let CloseOnDrop(actor) = &close_on_drop;
     loop {
@@ -509,7 +510,7 @@ struct SessionState<P: SessionProtocol> {
     has_locks: Arc<AtomicBool>,
     /// When to check next that the session still exists. `None` if no lock is held.
     check_at: Option<Instant>,
-    /// No lease ends before this time.
+    /// No lease ends before this time. `None` if no lock is held.
     next_expiry: Option<Instant>,
 }
 

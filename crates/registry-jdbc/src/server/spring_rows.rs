@@ -82,7 +82,8 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
         self.store.query(&self.statements().current_grant, values).await
     }
 
-    /// Returns whether the claim holds its key. The query uses the connection of releases.
+    /// Returns whether the claim holds its key. The query may use the connection that is reserved
+    /// for releases.
     #[cfg(feature = "mysql")]
     pub(crate) async fn is_held_by(&self, claim: &Claim) -> Result<bool, BackendError> {
         let lock_key = lock_key(claim.key());
@@ -232,7 +233,7 @@ pub(crate) fn release_outcome<D: SpringDialect>(
     Ok(answer.release_outcome())
 }
 
-/// Finds Spring's table, or creates it. Returns its quoted name.
+/// Finds Spring's table, or creates it. Checks its generation. Returns its quoted name.
 async fn find_or_create_table<D: SpringDialect>(
     store: &Store<D>,
     table: &SpringTable,

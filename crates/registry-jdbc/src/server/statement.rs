@@ -31,7 +31,7 @@ use super::error;
 pub(crate) struct StatementText {
     /// The text with numbered parameters.
     text: Arc<str>,
-    /// The texts for prepared statements, one for each length of lists.
+    /// The texts for prepared statements, one for each list length.
     pub(crate) prepared: Arc<[Arc<str>]>,
     /// The index of the value of each question mark in `prepared`. A list has several question
     /// marks and one index.
@@ -132,7 +132,8 @@ pub(crate) enum Value {
     Bytes(Vec<u8>),
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
-    /// A text. In a plain statement, it must consist of letters, digits, underscores and hyphens.
+    /// A text. In a plain statement, it must consist of ASCII letters and digits, underscores and
+    /// hyphens.
     Text(String),
     ManyBytes(Vec<Vec<u8>>),
     ManyTexts(Vec<String>),

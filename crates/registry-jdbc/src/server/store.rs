@@ -67,7 +67,7 @@ impl<D: Dialect> Store<D> {
     }
 
     /// Checks the meta row. Without this row, or on a replica, no attempt is ever granted. Called
-    /// after several attempts without a result, and after too many conflicts on a record.
+    /// when requests have no result, for example after too many conflicts on a record.
     pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();

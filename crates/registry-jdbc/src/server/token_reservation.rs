@@ -42,7 +42,7 @@ pub(crate) struct TokenPlan {
     reserve: i64,
 }
 
-/// A grant.
+/// A grant that a session received.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SessionGrant {
     pub(crate) token: FencingToken,
@@ -133,7 +133,7 @@ impl TokenReservations {
         }
     }
 
-    /// Records a grant.
+    /// Records a grant, unless [`SERIES_MAX`] other keys are remembered.
     pub(crate) fn record_grant(&mut self, name: &[u8], granted: &SessionGrant, now: Instant) {
         if self.0.len() >= SERIES_MAX {
             self.0.retain(|_, series| !series.has_ended(now));

@@ -22,7 +22,8 @@ pub(crate) struct ValueStatements {
     ///
     /// Parameter: id.
     pub(crate) read: StatementText,
-    /// Writes a value if the row of the lock has this claim and token.
+    /// Writes a value if the row of the lock has this claim and token, and the stored value has no
+    /// larger token.
     ///
     /// Parameters: id, claim, token, first 33 bytes of the entry, namespace, key, value.
     pub(crate) write: StatementText,

@@ -20,8 +20,8 @@ pub(crate) struct WaiterStatements {
     pub(crate) register: StatementText,
     /// Parameters: id, claim.
     pub(crate) unregister: StatementText,
-    /// Returns, for each claim that waits for a key: key, mode, label, microseconds waited, and
-    /// microseconds until its registration expires.
+    /// Returns, for each registered claim of a key: key, mode, label, microseconds waited, and
+    /// microseconds until its registration expires. Omits expired registrations.
     ///
     /// Parameter: id.
     pub(crate) of_key: StatementText,

@@ -30,9 +30,10 @@ use super::statement::{SqliteQuery, SqliteStatementBinder};
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///
 /// A grant lasts until its lease expires on the host's boot clock, which cannot be set and keeps
-/// counting during suspend. A reboot ends all grants. Tokens are the wall clock's time in
-/// microseconds, and always grow, even if the wall clock goes backwards. A release wakes the
-/// waiters of all processes within milliseconds.
+/// counting during suspend. A reboot ends all grants. A token is the wall clock's time in
+/// microseconds, or larger if an earlier token of the key is not below that time. So tokens always
+/// grow, even if the wall clock goes backwards. A release wakes the waiters of all processes within
+/// milliseconds, or without inotify within about 250 ms.
 ///
 /// Opening the file permanently switches it to SQLite's write-ahead log. The file may also contain
 /// tables of the application. The names of the lock tables begin with `lock_registry_`. The file
@@ -46,9 +47,9 @@ use super::statement::{SqliteQuery, SqliteStatementBinder};
 /// next renewal. Until then, a process that opened the new files may be granted the same key.
 ///
 /// A backend uses two connections and three threads, for any number of held or awaited locks. Each
-/// connection has a thread. The third thread polls calls that their callers do not poll, so a
-/// dropped call still runs to its end. A backend may be used from several runtimes, and each
-/// runtime may end.
+/// connection has a thread. The third thread wakes waiters, and runs calls that are queued or that
+/// their callers do not poll. So a dropped call still runs to its end. A backend may be used from
+/// several runtimes, and each runtime may end.
 ///
 /// # Examples
 /// ```
@@ -86,8 +87,9 @@ impl SqliteBackend {
     ///
     /// # Errors
     /// [`BackendError`] with a cause and a remedy:
-    /// - `Misconfigured` if the namespace is invalid, the folder is missing, the path is a folder,
-    ///   the tables have a newer version, the disk is full, or the system is not Linux.
+    /// - `Misconfigured`, for example if the namespace is invalid, the folder is missing, the path
+    ///   is a folder, the file has a hard link, the tables have a newer version, the disk is full,
+    ///   or the system is not Linux.
     /// - `Denied` without write access.
     /// - `Protocol` for a file that is no database or is damaged.
     /// - `Transient` if other processes keep the file locked.
@@ -169,8 +171,9 @@ impl SqliteBackend {
         self.store_id == store_id
     }
 
-    /// Grants the key if it is free, in one statement. Returns `None` if the key is held. The first
-    /// try may also return `None` if the key's tokens are ahead of the wall clock.
+    /// Grants the key if it is free, in one statement. Returns `None` if the key is held, or if a
+    /// process of another boot has opened the file. The first try may also return `None` if the
+    /// key's tokens are ahead of the wall clock.
     async fn try_grant(
         &self,
         claim: &Claim,
@@ -253,7 +256,7 @@ impl SqliteBackend {
     }
 
     /// Records that this backend has reserved `token`. [`try_grant`](Self::try_grant) chooses its
-    /// statement by this number.
+    /// statement by `next_token_min`.
     pub(super) fn raise_next_token_min(&self, token: i64) {
         self.next_token_min.fetch_max(token.saturating_add(1), Ordering::Relaxed);
     }
@@ -271,7 +274,7 @@ impl SqliteBackend {
     }
 
     pub(super) fn corrupt_row(&self, message: &str) -> BackendError {
-        let message = format!("{message}; it was changed manually; correct or delete the row");
+        let message = format!("{message}; the row was changed manually; correct or delete it");
         at_path(BackendErrorKind::Protocol, self.path(), message)
     }
 
@@ -439,8 +442,8 @@ impl LockAdmin for SqliteBackend {
     }
 }
 
-/// How long a write for a fenced claim waits for other writers. The claim's own fenced transaction
-/// may be such a writer.
+/// How long a release of a fenced claim, or a write of its record, waits for other writers. The
+/// claim's own fenced transaction may be such a writer.
 const FENCED_BUSY_LIMIT: Duration = Duration::from_millis(500);
 
 /// Returns how long a release of `claim`, or a write of its record, waits for other writers, unless

@@ -1,4 +1,5 @@
-//! Grants or releases several keys at once: one statement for up to 100 keys.
+//! Grants or releases several keys at once: one statement for up to 100 keys. For more keys, each
+//! key has its own statement.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

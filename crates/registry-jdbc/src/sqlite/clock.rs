@@ -2,8 +2,9 @@
 //! same value.
 //!
 //! Leases expire by `CLOCK_BOOTTIME`. This clock keeps counting during suspend and cannot be set. A
-//! row also stores the boot id. A grant of another boot has ended, because its process has ended.
-//! The wall clock may jump, and is used only for token numbers.
+//! row also stores the boot id. A grant of another boot has ended, because a reboot ends all
+//! processes. The wall clock may jump, so no lease depends on it. It is used only for token
+//! numbers, and for the time that a read of a value block returns.
 
 use std::fmt;
 use std::time::Duration;

@@ -136,7 +136,7 @@ mod linux {
         /// Waits until a process writes to the log.
         ///
         /// # Errors
-        /// If the log was removed or renamed, or the watch failed.
+        /// If the log was removed or renamed, its attributes have changed, or the watch failed.
         pub(super) async fn changed(&mut self) -> io::Result<()> {
             loop {
                 let mut ready = self.events.readable().await?;

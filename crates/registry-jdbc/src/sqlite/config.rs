@@ -72,8 +72,8 @@ impl SqliteConfig {
     /// Parses `sqlite:PATH` or `sqlite:///PATH`.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, because it may
-    /// contain a password by mistake.
+    /// `Misconfigured` if the URL is invalid or contains an option. The error does not contain the
+    /// URL, because a URL may contain a password by mistake.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }

@@ -3,10 +3,10 @@
 //!
 //! `serial_executor` orders the statements.
 //!
-//! SQLite permits one writer at a time among all processes. While another process writes, a
-//! statement that writes fails at once. This module retries it, instead of SQLite's busy handler. Every attempt
-//! binds the statement again, and most bindings read the clock. A delayed grant or renewal of an
-//! exclusive claim therefore uses no outdated time.
+//! SQLite permits one writer at a time among all connections of all processes. While another
+//! connection writes, a statement that writes fails at once. This module retries it, instead of
+//! SQLite's busy handler. Every attempt binds the statement again, and most bindings read the
+//! clock. A delayed grant or renewal of an exclusive claim therefore uses no outdated time.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,8 +27,9 @@ use super::worker::WorkerThread;
 /// Returns the options of every connection of the store.
 ///
 /// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and
-/// releases. That is harmless: a grant is valid for one boot of the host only, so all locks are free
-/// after the restart. Later tokens are still larger, because they are based on the wall clock. A crash of the process alone loses nothing,
+/// releases. That is harmless: a grant is valid for one boot of the host only, so all locks are
+/// free after the restart. Later tokens are still larger, because they are at least the wall
+/// clock's time, unless that clock was set back. A crash of the process alone loses nothing,
 /// because the kernel already has the log.
 pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
@@ -67,8 +68,8 @@ struct VerifiedFiles {
     checked_at: Instant,
 }
 
-/// Before a statement, the files are checked unless the last check is at most this old. After each
-/// statement, they are always checked.
+/// Before a statement, the files are checked unless the last check is more recent than this time.
+/// After the last attempt of a statement, they are always checked.
 pub(super) const CHECK_VALID_FOR: Duration = Duration::from_millis(1);
 
 /// How long a statement of low priority may be queued. Without this limit, the connection would
@@ -270,9 +271,9 @@ impl FileConnector {
     /// its path before and after the opening is the opened file. The file's inode cannot have been
     /// reused, because this connection or an earlier connection keeps the file open.
     async fn connect(&self) -> Result<SqliteConnection, BackendError> {
-        // If the log (`-wal`) and the shared memory (`-shm`) do not exist, the first attempt creates them. So only the second
-        // attempt finds them before it connects. Connections of other processes may remove the
-        // files when they close.
+        // If the log (`-wal`) and its index (`-shm`) do not exist, the first attempt creates them.
+        // So only the second attempt finds them before it connects. Connections of other processes
+        // may remove the files when they close.
         const ATTEMPTS_MAX: u32 = 5;
         let path = &self.paths.path;
         let mut earlier_connections = Vec::new();
@@ -367,9 +368,10 @@ pub(super) async fn connect(
 
 /// Runs a statement until SQLite reports that it is done, which is after the commit.
 ///
-/// The methods `fetch_one` and `fetch_optional` of sqlx stop at the first row. The commit then happens while the
-/// statement is reset, and its error (a full disk) is lost. Its `execute` and `fetch_all` also
-/// wait for the end of the stream. That wait would cost one more thread switch, a sixth of the total time.
+/// The methods `fetch_one` and `fetch_optional` of sqlx stop at the first row. The commit then
+/// happens while the statement is reset, and its error (a full disk) is lost. Its `execute` and
+/// `fetch_all` also wait for the end of the stream. That wait costs one more thread switch, a sixth
+/// of the total time.
 async fn run_once(
     statement: SqliteQuery,
     connection: &mut SqliteConnection,

@@ -5,8 +5,8 @@ use registry_core::{BackendError, Finding};
 use super::backend::SqliteBackend;
 use super::error::FileMismatch;
 
-/// The size of the write-ahead log above which `doctor` reports it. A log of this size means that
-/// no checkpoint succeeds.
+/// The size of the write-ahead log above which `doctor` reports it. A log of this size usually
+/// means that no checkpoint succeeds.
 const WAL_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
 impl SqliteBackend {
@@ -53,8 +53,8 @@ impl SqliteBackend {
             && log.len() > WAL_BYTES_MAX
         {
             findings.push(Finding::warning(format!(
-                "the write-ahead log of {path:?} has grown to {} MiB: some connection keeps a read transaction \
-                 open; end it",
+                "the write-ahead log of {path:?} has grown to {} MiB: a connection probably keeps a read \
+                 transaction open; end it",
                 log.len() >> 20
             )));
         }

@@ -69,8 +69,8 @@ pub(crate) fn is_blocked_by_writer(error: &BackendError) -> bool {
     source.is_some_and(is_busy)
 }
 
-/// Returns the error of a release that a write transaction blocks. This claim may have fenced that
-/// transaction.
+/// Returns the error of a release that a write transaction blocks, probably a transaction that the
+/// released claim fences.
 pub(crate) fn fenced_transaction_open(error: BackendError, path: &Path) -> BackendError {
     let message = "another connection has a write transaction, probably one that this lock fences; the key is released after its end; commit \
                    or roll back before `unlock`";
@@ -186,7 +186,7 @@ fn classify_code(code: i32) -> SqliteErrorClass {
     match code & 0xff {
         BUSY | LOCKED => SqliteErrorClass::new(
             Transient,
-            "another process kept the file locked for longer than `busy_timeout`; shorten its write transactions",
+            "another connection kept the file locked for longer than `busy_timeout`; shorten its write transactions",
         )
         .refused(),
         ABORT | INTERRUPT => SqliteErrorClass::new(Transient, "the statement was interrupted; retry"),

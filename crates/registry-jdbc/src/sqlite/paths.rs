@@ -31,7 +31,7 @@ impl DatabasePaths {
     ///
     /// # Errors
     /// `Misconfigured` for a path that cannot name a database, `Denied` for a path that this
-    /// process may not write.
+    /// process may not search or write.
     pub(super) fn resolve(path: &Path) -> Result<Self, BackendError> {
         check_text(path)?;
         let resolved = resolve_links(path)?;
@@ -142,7 +142,7 @@ fn resolve_links(path: &Path) -> Result<PathBuf, BackendError> {
     // This checks only for a link: another process may have created the file since.
     if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
         return Err(refuse(
-            "it is a symbolic link to a missing file; create the file or remove the link",
+            "the path is a symbolic link to a missing file; create the file or remove the link",
         ));
     }
     let folder = match path.parent() {
@@ -164,21 +164,23 @@ fn check_file(path: &Path, resolved: &Path) -> Result<(), BackendError> {
     let refuse = |message: &str| Err(refused(path, Misconfigured, message));
     let folder = resolved.parent().unwrap_or_else(|| Path::new("/"));
     match fs::metadata(resolved) {
-        Ok(metadata) if metadata.is_dir() => return refuse("this is a folder; name a file in it"),
+        Ok(metadata) if metadata.is_dir() => {
+            return refuse("the path is a folder; name a file in it");
+        }
         Ok(metadata) if !metadata.is_file() => {
-            return refuse("this is no regular file; name a regular file");
+            return refuse("the path is no regular file; name a regular file");
         }
         Ok(metadata) if has_hard_links(&metadata) => {
             return Err(file_mismatch_error(resolved, FileMismatch::HardLink).as_refused());
         }
         Ok(_) if is_mounted(resolved) => {
             return refuse(
-                "it is mounted by itself, so the files next to it (-wal, -shm) are not those of other \
+                "the file is mounted by itself, so the files next to it (-wal, -shm) are not those of other \
                  containers; mount its folder instead",
             );
         }
         Ok(_) if !is_writable(resolved) => {
-            let message = "this process has no write access to it; grant write access";
+            let message = "this process has no write access to the file; grant write access";
             return Err(refused(path, Denied, message));
         }
         Ok(_) => {}
@@ -272,8 +274,8 @@ fn path_error(path: &Path, error: std::io::Error) -> BackendError {
     at_path(kind, path, message).with_source(error).as_refused()
 }
 
-/// Calls `faccessat`, because mode and owner are not sufficient: root, access lists and read-only
-/// mounts also matter.
+/// Returns whether this process may write to the path. Calls `faccessat`, because mode and owner
+/// are not sufficient: root, access lists and read-only mounts also matter.
 #[cfg(target_os = "linux")]
 fn is_writable(path: &Path) -> bool {
     use nix::fcntl::{AT_FDCWD, AtFlags};

@@ -1,10 +1,12 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
 //! [`LockRecord`] decides each request. In the row of such a key, the claim is [`RECORD_MARKER`],
-//! and the label is the text of the record. `until` is the end of the last entry. Until then, the
-//! statements for exclusive claims find such a row held, and do not change it. A change is written
-//! only if the row is still as it was read. `since` grows with each change after which a waiting
-//! claim may be granted. `release_watcher` compares `since` to detect such a change.
+//! and the label is the text of the record. `until` is the latest end of its entries. Until then,
+//! the statements for exclusive claims find such a row held, and do not change it. A request reads
+//! the row, and writes its change only if the row is still the same. Exceptions are the statements
+//! for a claim that is alone in its record, which read nothing first. `since` grows with each
+//! change after which a waiting claim may be granted. `release_watcher` compares `since` to detect
+//! such a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,7 +102,8 @@ impl SqliteBackend {
     }
 
     /// Grants a free key to `claim`, which is then alone in its record, in one statement. Returns
-    /// `None` if the key is held, or if earlier tokens may be ahead of the wall clock.
+    /// `None` if the key is held, if earlier tokens may be ahead of the wall clock, or if a process
+    /// of another boot has opened the file.
     async fn try_grant_single_entry(&self, claim: &Claim) -> Result<Option<Grant>, BackendError> {
         let wall = self.statements.clock.wall();
         if !self.is_above_granted_tokens(wall) {
@@ -146,7 +149,7 @@ impl SqliteBackend {
         Err(self.too_many_changes())
     }
 
-    /// Ends all grants of the key. Claims that wait keep their places.
+    /// Ends all grants in the record of the key. Claims that wait keep their places.
     pub(super) async fn force_release_in_record(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..CHANGES_MAX {
             let Some(ReadRow { columns: row, .. }) = self.read_row(key).await? else {

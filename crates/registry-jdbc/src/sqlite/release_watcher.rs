@@ -2,7 +2,7 @@
 //!
 //! One task per backend reads the awaited keys whenever `commit_watch` reports a commit. The task
 //! exists while there are waiters, and for [`IDLE_TIMEOUT`] after the last waiter. It never writes,
-//! so waiting does not slow down writers:
+//! so waiting does not slow down writers.
 //!
 //! - The task wakes a waiter if its key is free. The first read after the registration of a waiter
 //!   also wakes it if the key was granted again since the waiter's attempt. At later reads, a key
@@ -152,7 +152,7 @@ impl WakeCheck for WatcherTask {
 }
 
 impl WatcherTask {
-    /// Reads awaited keys after each commit, until there are no waiters.
+    /// Reads awaited keys after each commit, until there has been no waiter for [`IDLE_TIMEOUT`].
     async fn run(self: Arc<Self>) {
         let mut watch = CommitWatch::start(&self.wal);
         let mut schedule = ReadSchedule::idle();
@@ -187,8 +187,8 @@ impl WatcherTask {
         }
     }
 
-    /// Reads the keys of these waiters, wakes waiters of free keys, and pauses if the budget is
-    /// used up. Returns whether all reads succeeded.
+    /// Reads the keys of these waiters, wakes waiters of free or changed keys, and pauses if the
+    /// budget is used up. Returns whether all reads succeeded.
     async fn read_and_wake(&self, filter: WaiterFilter, budget: &mut ReadBudget) -> bool {
         let started = std::time::Instant::now();
         let keys = self.waiting_keys(filter);

@@ -27,8 +27,9 @@ use tokio::task::unconstrained;
 
 use super::worker::WorkerThread;
 
-/// How long an in-place call may take before the task takes it over. This time is much longer than
-/// a statement, and much shorter than the margin of a renewal.
+/// The task takes over an in-place call that runs for longer than this time. The takeover happens
+/// after at most twice this time. This time is much longer than a statement, and much shorter than
+/// the margin of a renewal.
 const STALL_TIMEOUT: Duration = Duration::from_millis(50);
 
 type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -45,8 +46,9 @@ pub(super) struct SerialExecutor<S> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Priority {
     Normal,
-    /// The call runs after all queued normal calls. Acquisitions have this priority, so that they
-    /// do not delay renewals and releases.
+    /// The call runs after all queued normal calls. Most writes of acquisitions have this priority,
+    /// so that they do not delay renewals and releases. Writes to an existing record have normal
+    /// priority.
     Low,
 }
 
@@ -89,10 +91,14 @@ impl<S: Send + 'static> SerialExecutor<S> {
     }
 
     /// Runs `work` on the value: at once if the value is free, otherwise after the calls of the
-    /// same priority that are already queued.
+    /// same priority that are already queued. A call of low priority also waits for all queued
+    /// normal calls.
     ///
     /// # Errors
     /// [`Panicked`] if `work` panicked on the backend's thread.
+    ///
+    /// # Panics
+    /// If `work` panics while the caller polls it.
     ///
     /// # Cancel safety
     /// Dropping the future does not end the work.
@@ -195,7 +201,7 @@ impl<S: Send + 'static> ExecutorState<S> {
         value.await
     }
 
-    /// Waits until an in-place call has run for longer than [`STALL_TIMEOUT`].
+    /// Waits until an in-place call has run for at least [`STALL_TIMEOUT`].
     ///
     /// The timer runs only while there are in-place calls, so an idle process does not wake up.
     async fn wait_for_stall(&self) {
@@ -334,7 +340,8 @@ impl<S> fmt::Debug for SerialExecutor<S> {
     }
 }
 
-/// Ignores poisoning: no code leaves the locked data inconsistent, even if a future panics.
+/// Locks the mutex. Ignores poisoning: no code leaves the locked data inconsistent, even if a
+/// future panics.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -89,7 +89,7 @@ pub(super) const CURRENT_GRANT: &str = "\
     WHERE meta.id = 1";
 
 /// Returns the boot of the store, the largest token of all deleted rows, and the columns of a key's
-/// row. Without a row, its columns are NULL. A claim of an earlier boot is NULL too.
+/// row. Without a row, its columns are NULL. Claim and label of another boot are NULL too.
 ///
 /// Parameters: namespace, key, boot.
 pub(super) const READ_ROW: &str = "\
@@ -148,13 +148,14 @@ pub(super) const RELEASE_SINGLE_ENTRY: &str = "\
         AND substr(label, 34, 16) > printf('%016d', ?4) \
         AND substr(label, 82, 19) = printf('%019d', token)";
 
-/// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now,
-/// boot.
+/// Ends the exclusive grant of a key without a record, whatever claim holds it. Parameters:
+/// namespace, key, now, boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
     WHERE namespace = ?1 AND key = ?2 AND claim <> x'2b' AND until > ?3 AND boot = ?4";
 
-/// The condition that a row has the grant of a claim, or a record that contains it.
+/// The condition that a row, or the record in it, contains an unexpired grant of a claim, and that
+/// this grant has reserved the token.
 ///
 /// Parameters: namespace, key, claim, token, now, boot, claim as text.
 macro_rules! has_grant {
@@ -171,9 +172,10 @@ macro_rules! has_grant {
     };
 }
 
-/// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
-/// token. If the row contains a record, claim and token are those of the claim's entry in it; the
-/// positions in the text are those of [`LockRecord::to_text`](registry_core::LockRecord::to_text).
+/// Acquires SQLite's write lock for the caller's transaction, and finds the row with a grant of
+/// this claim that has reserved this token. If the row contains a record, the grant is an entry in
+/// it. The positions in the text are those of
+/// [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
 /// The assignment changes nothing, but counts as a write. Until the transaction ends, no other
 /// connection can write, so no other claim can be granted the key.
@@ -182,7 +184,8 @@ macro_rules! has_grant {
 pub(crate) const FENCE: &str =
     concat!("UPDATE main.lock_registry_locks SET block = block WHERE ", has_grant!());
 
-/// Writes the value of a key whose row has this claim and token, as in [`FENCE`].
+/// Writes the value of a key whose row has this claim and token, as in [`FENCE`]. Does not replace
+/// a value with a larger token.
 ///
 /// Parameters: namespace, key, claim, token, now, boot, claim as text, value.
 pub(super) const WRITE_VALUE: &str = concat!(
@@ -216,7 +219,8 @@ pub(super) const WAITERS: &str = "\
     SELECT key, mode, label, since, until FROM main.lock_registry_waiters \
     WHERE namespace = ?1 AND until > ?2 AND boot = ?3 AND (?4 IS NULL OR key = ?4)";
 
-/// Deletes the expired registrations of processes that ended without unregistering.
+/// Deletes expired registrations and those of other boots. Processes that end without unregistering
+/// leave such registrations.
 ///
 /// Parameters: now, boot.
 pub(super) const PURGE_WAITERS: &str =
@@ -275,7 +279,7 @@ fn parameters(first: usize, items: usize, per_item: usize) -> String {
     (0..items).map(group).collect::<Vec<_>>().join(", ")
 }
 
-/// Renews the grants that have not expired.
+/// Renews the exclusive grants that have not expired and are in no record.
 ///
 /// Parameters: now, boot, namespace, then for each claim: key, claim, until.
 pub(super) static RENEW: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| renew_statements(""));

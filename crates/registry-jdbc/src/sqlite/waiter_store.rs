@@ -48,6 +48,6 @@ impl WaiterStore for SqliteBackend {
     }
 }
 
-/// The end of a wait also deletes expired registrations if the claim's random id begins with this
-/// byte: one in 256.
+/// The removal of a registration also deletes all expired ones if the claim's random id begins with
+/// this byte: one in 256.
 const PURGE_ID_BYTE: u8 = 0;

@@ -2,7 +2,7 @@
 //!
 //! A caller's runtime may end, may not be driven, or may have no I/O. So this thread runs all work
 //! that must not depend on a caller's runtime:
-//! - unpolled calls of `serial_executor`,
+//! - the queued and unpolled calls of `serial_executor`,
 //! - the pauses of `connection`,
 //! - the task of `release_watcher`.
 

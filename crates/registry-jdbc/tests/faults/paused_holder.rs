@@ -8,8 +8,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
-    serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    write_refused_by_server,
 };
 
 use crate::app_connection::AppConnection;

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -22,9 +23,9 @@ use crate::slot::SLOT_COUNT;
 
 /// The interval between regular refreshes.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(10);
-/// The time limit for a server's response while no other server has responded.
+/// The time limit for a server's response until another server has returned its slot map.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit for further responses after the first response.
+/// The time limit for further responses after the first slot map.
 const FURTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
 /// The minimum pause between two refreshes.
 const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(100);
@@ -44,6 +45,8 @@ struct ClusterState {
     nodes: Mutex<HashMap<ServerAddress, Arc<RedisNode>>>,
     /// The master of each slot, by slot number.
     owners: RwLock<Vec<Option<Arc<RedisNode>>>>,
+    /// `MOVED` has changed the master of a slot since the last refresh.
+    has_moved: AtomicBool,
     /// An error of the last refresh, if any.
     last_error: Mutex<Option<RedisError>>,
     refresh_requested: Notify,
@@ -65,6 +68,7 @@ impl ClusterTopology {
             invalidations: invalidations.clone(),
             nodes: Mutex::default(),
             owners: RwLock::new(vec![None; SLOT_COUNT]),
+            has_moved: AtomicBool::new(false),
             last_error: Mutex::default(),
             refresh_requested: Notify::new(),
             refresh_count: watch::Sender::new(0),
@@ -132,7 +136,7 @@ impl Topology for ClusterTopology {
                     return ErrorAction::Fail;
                 };
                 if !is_asking {
-                    self.state.set_owner(slot, &target);
+                    self.state.set_moved_owner(slot, &target);
                     self.state.refresh_requested.notify_one();
                 }
                 ErrorAction::Retry { node: target, is_asking }
@@ -187,10 +191,13 @@ impl ClusterState {
         masters
     }
 
-    fn set_owner(&self, slot: u16, node: &Arc<RedisNode>) {
+    /// Sets the master of a slot for which another server has responded `MOVED`.
+    fn set_moved_owner(&self, slot: u16, node: &Arc<RedisNode>) {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(owner) = owners.get_mut(usize::from(slot)) {
             *owner = Some(Arc::clone(node));
+            // The next refresh compares its map with this one, and would not find the change.
+            self.has_moved.store(true, Ordering::Release);
         }
     }
 
@@ -209,7 +216,8 @@ impl ClusterState {
         }
     }
 
-    /// Queries all known servers for the slot map, and applies the map with the highest precedence.
+    /// Queries all known masters and all seeds for their slot maps. Applies the map with the
+    /// highest precedence.
     async fn refresh_slot_map(&self) {
         let mut queried: Vec<Arc<RedisNode>> = self.masters();
         for seed in &self.seeds {
@@ -270,7 +278,7 @@ impl ClusterState {
             });
             (std::mem::replace(&mut *owners, new_owners), has_moved)
         };
-        if has_moved {
+        if self.has_moved.swap(false, Ordering::AcqRel) || has_moved {
             // The new master may have lost some locks. It sends no invalidations for the remaining
             // locks until their next renewal enables tracking.
             self.invalidations.subscribers().notify_all();
@@ -301,8 +309,9 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, and its `cluster_current_epoch`. A map of a
-    /// healthy cluster precedes all others. Otherwise, the larger epoch decides.
+    /// Whether the server reports a healthy cluster, and the server's `cluster_current_epoch`. The
+    /// map of a healthy cluster precedes the map of an unhealthy cluster. Otherwise, the larger
+    /// epoch decides.
     precedence: (bool, u64),
     ranges: Vec<SlotRange>,
 }
@@ -362,8 +371,8 @@ fn parse_range(range: &Value, queried: &str) -> Option<SlotRange> {
     Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
 }
 
-/// Parses `HOST:PORT`. A server that does not know its own host name omits the host. The host of
-/// `queried` then replaces the missing host.
+/// Parses `HOST:PORT`. A server that does not know its own host name omits the host or sends `?`.
+/// The host of `queried` then replaces the missing host.
 fn parse_address(text: &str, queried: &str) -> Option<ServerAddress> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host {

@@ -61,12 +61,14 @@ impl Drop for ProbeGuard<'_> {
 impl CommandConnection {
     /// Creates a connection. The first command opens it with `connect`.
     ///
-    /// `connect` may set the [`ClosedFlag`] when its connection closes. Otherwise the next command
-    /// detects the closed connection, replaces it and calls `on_loss_detected`.
+    /// `connect` may set the [`ClosedFlag`] when its connection closes. The next command then opens
+    /// a new connection. Without the flag, the next command on the closed connection fails,
+    /// replaces the connection and calls `on_loss_detected`.
     ///
     /// If a command waits and no response arrives for `probe_after`, the command opens a second
     /// connection as a probe. If the second connection opens before any response arrives, it
-    /// replaces the first connection.
+    /// replaces the first connection. The command then calls `on_loss_detected`, and all commands
+    /// that wait on the first connection fail with a time-out error.
     pub(crate) fn new(
         connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
         on_loss_detected: impl Fn() + Send + Sync + 'static,
@@ -152,8 +154,8 @@ impl CommandConnection {
         response
     }
 
-    /// Replaces the connection `used` if it is still current. If many commands fail together, only
-    /// the first command replaces it.
+    /// Replaces the connection `used` if it is still current, and returns whether it was. If many
+    /// commands fail together, only the first command replaces the connection.
     fn replace(
         &self,
         used: &SharedConnection,
@@ -186,12 +188,7 @@ impl CommandConnection {
             let is_unresponsive = || activity.responses.load(Ordering::Acquire) == responses;
             tokio::select! {
                 biased;
-                response = &mut request => {
-                    if !response.as_ref().is_err_and(RedisError::is_timeout) {
-                        activity.responses.fetch_add(1, Ordering::AcqRel);
-                    }
-                    return response;
-                }
+                response = &mut request => return count_response(activity, response),
                 () = &mut replaced => return Err(timed_out()),
                 () = sleep(self.probe_after) => {}
             }
@@ -202,10 +199,7 @@ impl CommandConnection {
             let replacement = start_connecting(&self.connect_fn);
             let replacement_result = tokio::select! {
                 biased;
-                response = &mut request => {
-                    activity.responses.fetch_add(1, Ordering::AcqRel);
-                    return response;
-                }
+                response = &mut request => return count_response(activity, response),
                 () = &mut replaced => return Err(timed_out()),
                 result = replacement.connecting.clone() => result,
             };
@@ -221,6 +215,14 @@ impl CommandConnection {
     fn lock(&self) -> std::sync::MutexGuard<'_, SharedConnection> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Counts a response of the server. A time-out of the client library is none.
+fn count_response<T>(activity: &ResponseActivity, response: RedisResult<T>) -> RedisResult<T> {
+    if !response.as_ref().is_err_and(RedisError::is_timeout) {
+        activity.responses.fetch_add(1, Ordering::AcqRel);
+    }
+    response
 }
 
 fn start_connecting(connect: &impl Fn(ClosedFlag) -> ConnectFuture) -> SharedConnection {

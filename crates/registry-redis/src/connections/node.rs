@@ -39,7 +39,8 @@ pub(crate) struct RedisNode {
 }
 
 impl RedisNode {
-    /// Creates the node of the server to which `connector` connects. `name` appears in messages.
+    /// Creates the node of the server to which `connector` connects. See [`name`](Self::name) for
+    /// the `name`.
     pub(crate) fn new(
         name: String,
         connector: Connector,
@@ -63,7 +64,7 @@ impl RedisNode {
                         Arc::clone(&connection_lost),
                     )
                 },
-                // The client has missed invalidations, so holders must verify their claims.
+                // The client may have missed invalidations, so holders must verify their claims.
                 move || {
                     invalidations_on_replace.subscribers().notify_all();
                     connection_lost_on_replace.notify_one();
@@ -83,7 +84,7 @@ impl RedisNode {
             commands,
             reconnect_task,
             last_reset_at: Mutex::default(),
-            // The server may wait for its replicas for up to `limit` before it responds.
+            // The server may wait for replicas and disks for up to `limit` before it responds.
             durable_connections: (0..durable_count)
                 .map(|_| connection(probe_after + config.durability.limit))
                 .collect(),
@@ -94,8 +95,8 @@ impl RedisNode {
         }
     }
 
-    /// Returns the name of the server, for messages: its address, or `master of SERVICE` with
-    /// sentinels.
+    /// Returns the server's address, or `master of SERVICE` with sentinels. Messages contain this
+    /// name. In a cluster, it also completes addresses without a host and determines the shard.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -105,7 +106,7 @@ impl RedisNode {
         self.commands.connect().await
     }
 
-    /// Replaces all connections, because another server has replaced the current server.
+    /// Replaces all connections, because another server may have replaced the current server.
     pub(crate) fn reset_connections(&self) {
         self.commands.reset();
         for connection in &self.durable_connections {
@@ -118,7 +119,8 @@ impl RedisNode {
     }
 
     /// Calls [`reset_connections`](Self::reset_connections), but at most once per
-    /// [`RESET_INTERVAL_MIN`]. More frequent calls would reach the same replica again.
+    /// [`RESET_INTERVAL_MIN`]. After a shorter interval, new connections usually reach the same
+    /// replica again.
     pub(crate) fn reset_connections_throttled(&self) {
         let now = Instant::now();
         {
@@ -150,10 +152,10 @@ impl RedisNode {
         responses.swap_remove(1).extract_error()
     }
 
-    /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply
-    /// only to the next command, so a script has at most one prefix. The server therefore does not
-    /// track the locks of a migrating slot. This function schedules a verification of these locks
-    /// instead.
+    /// Returns the command that must precede a script, if any. `ASKING` and `CLIENT CACHING` both
+    /// apply only to the next command, so a script has at most one prefix. The server therefore
+    /// does not track the locks of a migrating slot. This function schedules a verification of
+    /// these locks instead.
     fn prepare_prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
         if is_asking {
             if call.is_tracked() {
@@ -164,7 +166,8 @@ impl RedisNode {
         (call.is_tracked() && self.invalidations.is_tracking()).then_some(Prefix::Caching)
     }
 
-    /// Runs a script after `prefix` and before `suffix`. Returns the responses of all commands in
+    /// Runs a script after `prefix` and before `suffix`. If the server has not cached the script,
+    /// repeats all commands with the script's source. Returns the responses of all commands in
     /// order.
     async fn run_pipelined(
         &self,
@@ -198,8 +201,8 @@ impl RedisNode {
         if prefix == Some(Prefix::Caching)
             && matches!(responses.first(), Some(Value::ServerError(_)))
         {
-            // The user lacks the right to run `CLIENT CACHING`. Holders detect losses at their next
-            // renewal.
+            // The user may not run `CLIENT CACHING`, or this connection has no client tracking.
+            // Holders detect losses at their next renewal.
             self.invalidations.set_tracking(false);
         }
         Ok(responses)
@@ -212,8 +215,8 @@ impl RedisNode {
         call: &ScriptCall<'_>,
         is_asking: bool,
     ) -> RedisResult<DurableResponse> {
-        // All scripts with tracking use the first connection. To the server, a renewal on another
-        // connection is a change by another client, and would trigger a verification.
+        // All scripts with tracking use the first connection. The server treats a renewal on
+        // another connection as a change by another client, and sends an invalidation.
         let untracked_count = self.durable_connections.len().saturating_sub(1).max(1);
         let connection = if call.is_tracked() {
             &self.durable_connections[0]
@@ -234,8 +237,8 @@ impl RedisNode {
         })
     }
 
-    /// Sends the durability command once to check whether the server supports it. No write is
-    /// pending, and the time limit is 1 ms.
+    /// Checks whether the server supports the required durability, if any, by one `WAIT` or
+    /// `WAITAOF`. No write is pending, and the time limit is 1 ms.
     pub(crate) async fn check_durability(&self) -> RedisResult<()> {
         if !self.durability.is_required() {
             return Ok(());
@@ -271,7 +274,7 @@ impl RedisNode {
         };
         if replicas < wanted {
             return Some(format!(
-                "only {replicas} of {wanted} required replicas (`replicas`) have received the write"
+                "only {replicas} of {wanted} required replicas (`replicas`) have confirmed the write"
             ));
         }
         (!disk).then(|| "the server has not written the data to disk (`fsync`) in time".to_owned())
@@ -287,7 +290,7 @@ pub(crate) struct DurableResponse {
 /// The command that precedes a script.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Prefix {
-    /// `ASKING`: the server accepts commands for a slot that is migrating to it.
+    /// `ASKING`: the server accepts the next command for a slot that is migrating to it.
     Asking,
     /// `CLIENT CACHING YES`: the server tracks the keys that the script reads.
     Caching,
@@ -303,8 +306,8 @@ impl Drop for RedisNode {
     }
 }
 
-/// Reconnects after each connection loss, so that holders can verify their claims as soon as the
-/// server is available.
+/// Reconnects `commands` after each connection loss, so that holders can verify their claims as
+/// soon as the server is available. Stops after [`RECONNECT_LIMIT`] until the next loss.
 async fn reconnect_after_loss(
     commands: Arc<CommandConnection>,
     invalidations: InvalidationForwarder,
@@ -377,8 +380,8 @@ const DURABLE_CONNECTIONS: usize = 4;
 /// The time without any response after which a waiting command opens a second connection. The time
 /// is short enough for leases of 5 s or more.
 const PROBE_AFTER: Duration = Duration::from_secs(1);
-/// The minimum time between two replacements of all connections to a server that reports to be a
-/// replica.
+/// The minimum time between two replacements of all connections to a server that reports itself as
+/// a replica.
 const RESET_INTERVAL_MIN: Duration = Duration::from_secs(1);
 /// The limits of the pause between connection attempts. The pause is a tenth of the outage so far.
 const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(20);

@@ -1,9 +1,10 @@
 //! Follows a master through failovers. The sentinels report the master's address.
 //!
 //! A refresh queries all sentinels concurrently and uses the response with the newest configuration
-//! epoch. A sentinel that is partitioned from the other sentinels may still report an old master. A
-//! refresh follows each `+switch-master` message and each error that an old master may cause.
-//! Refreshes also run at regular intervals.
+//! epoch. A sentinel that is partitioned from the other sentinels may still report an old master.
+//! The client receives the `+switch-master` messages of one sentinel. A refresh follows each of
+//! these messages and each error that an old master may cause. Refreshes also run at regular
+//! intervals.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +26,8 @@ use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 
-/// The interval between regular refreshes.
+/// The interval between regular refreshes while a sentinel sends failover messages. Without such a
+/// sentinel, a refresh follows each failed subscription.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// The time limit for a sentinel's response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -200,7 +202,11 @@ fn translate_sentinel_error(error: RedisError) -> RedisError {
     } else if matches!(error.code(), Some("NOAUTH" | "WRONGPASS"))
         || error.kind() == ErrorKind::AuthenticationFailed
     {
-        return (ErrorKind::AuthenticationFailed, "a sentinel requires its own password").into();
+        return (
+            ErrorKind::AuthenticationFailed,
+            "a sentinel requires its own login, or rejects the given one",
+        )
+            .into();
     } else {
         return error;
     };
@@ -238,7 +244,7 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
             if is_master {
                 return Ok(connection);
             }
-            // A failover is in progress.
+            // A failover may be in progress.
             state.refresh_requested.notify_one();
             Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
                 .into())

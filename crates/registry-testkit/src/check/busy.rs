@@ -14,9 +14,9 @@ use super::violation::{Describer, Promise, Violation};
 /// Checks that each acquisition answered with "busy" ran while another client may have held the
 /// lock. Returns the number of judged answers.
 ///
-/// A hold may last from its call until the answer of its release. A hold without a confirmed
-/// release, and an acquisition with an unknown outcome, may last forever. The check therefore finds
-/// false answers only in periods without such holds.
+/// A hold may last from the call of its acquisition until the answer of its release. A hold without
+/// a confirmed release, and an acquisition with an unknown outcome, may last forever. The check
+/// therefore finds false answers only in periods without such holds.
 ///
 /// A hold that is compatible with the attempt does not explain a "busy" answer, unless both are
 /// permits. On a key with modes other than exclusive, the store records a waiting writer, and this
@@ -44,9 +44,9 @@ pub fn busy_answers_queued(history: &History) -> Result<usize, Violation> {
     })
 }
 
-/// Judges all "busy" attempts. If no client can have held the lock during an attempt, `is_excused`
-/// decides whether to accept it. Its arguments are all "busy" attempts on the key, and the attempt
-/// in question.
+/// Judges all "busy" attempts. If no client can have held the lock during an attempt, a waiting
+/// writer that the store has recorded can still explain the answer. `is_excused` can accept the
+/// attempt as well. Its arguments are all "busy" attempts on the key, and the attempt in question.
 fn judge(
     history: &History,
     is_excused: impl Fn(&[&RecordedAttempt], &RecordedAttempt) -> bool,

@@ -33,7 +33,8 @@ use super::violation::{Describer, Promise, Violation};
 /// or by a release whose reply was lost. Acquisitions and conversions with an unknown outcome are
 /// ignored, because they may have taken effect after all other operations.
 ///
-/// The check takes `O(n log n)` time.
+/// The check takes `O(n log n)` time. For permits, it also takes `O(n k)` time with up to `k`
+/// concurrent holders.
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::TokensAreUnique`], [`Promise::HoldersFollowTokens`] or

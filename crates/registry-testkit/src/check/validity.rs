@@ -16,10 +16,11 @@ use super::violation::{Describer, Promise, Violation};
 /// number of judged guards.
 ///
 /// A guard is valid from the time its caller receives it until its release, its loss or its expiry.
-/// This is what the holder believes. The check is stricter than the token order: it does not accept
-/// a hold that ended too early. A guard with unrecorded last renewals counts as ended early. This
-/// can hide a violation but never cause a false one. While a conversion is in flight, its guard
-/// counts as valid in the weaker of the two modes.
+/// During this time, the holder believes that it holds the lock. Unlike the token order, the check
+/// does not accept that the store ended a hold while its guard was valid. If the last renewals of a
+/// guard were not recorded, the guard counts as ended too early. This can hide a violation but
+/// never cause a false one. While a conversion is in flight, its guard counts as valid in the
+/// weaker of the two modes. A conversion with an unknown outcome ends the guard at its call.
 ///
 /// A forced release of a lock breaks this promise until the holder detects it. Exclude such keys
 /// from the history.

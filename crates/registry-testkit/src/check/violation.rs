@@ -35,7 +35,7 @@ impl fmt::Display for Promise {
         f.write_str(match self {
             Self::TokensAreUnique => "two grants of a key never have the same token",
             Self::HoldersFollowTokens => {
-                "the holders of a key follow each other in the order of their tokens"
+                "holders that exclude each other follow each other in the order of their tokens"
             }
             Self::ValidGuardsAreCompatible => {
                 "two guards of a key that exclude each other are never valid at the same time"

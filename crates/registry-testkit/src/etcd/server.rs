@@ -133,7 +133,8 @@ impl EtcdServer {
         matches!(response, Ok(Ok(response)) if response.contains(r#""health":"true""#))
     }
 
-    /// Returns the metric `name`, summed over all lines that contain `label`.
+    /// Returns the sum of all metrics whose lines begin with `name` and contain `label`. Ignores
+    /// values that are not integers.
     pub async fn metric(&self, name: &str, label: &str) -> io::Result<u64> {
         let response = self.http_get("metrics").await?;
         let lines = response.lines().filter(|line| line.starts_with(name) && line.contains(label));

@@ -90,7 +90,7 @@ pub enum HistoryEventKind {
     ConvertRefused,
     /// The conversion failed with an unknown outcome. The holder has no guard any more.
     ConvertFailed,
-    /// The guard ends later than recorded before.
+    /// The guard was valid at this time, for example after a renewal.
     ValidUntil {
         /// The end of the guard, unless it is renewed again.
         until: u64,

@@ -46,9 +46,9 @@ pub struct RecordedGrant {
     pub acquire: Window,
     /// The fencing token of the acquisition, if the store issues tokens.
     pub token: Option<u64>,
-    /// The changes of the mode. After one with an unknown outcome, nothing follows.
+    /// The changes of the mode. No conversion or release follows one with an unknown outcome.
     pub conversions: Vec<RecordedConversion>,
-    /// The end of the guard, including all recorded renewals.
+    /// The end of the guard, including all recorded renewals. `None` without a lease.
     pub valid_until: Option<u64>,
     /// When the guard reported its loss.
     pub lost: Option<u64>,
@@ -108,7 +108,7 @@ pub enum ReleaseResult {
     Unknown,
 }
 
-/// An acquisition without a grant.
+/// An acquisition that was busy, or whose outcome is unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecordedAttempt {
@@ -118,7 +118,7 @@ pub struct RecordedAttempt {
     pub client: u32,
     /// The requested mode.
     pub mode: ClaimMode,
-    /// The times of the call and of the answer.
+    /// The times of the call and of the answer. Has no end if the outcome is unknown.
     pub window: Window,
 }
 

@@ -27,7 +27,7 @@ pub struct Competition {
     pub hold: Duration,
     /// How long a task pauses after a release.
     pub pause: Duration,
-    /// The duration after which a task acquires no more locks.
+    /// The duration after which a task does not acquire its locks again.
     pub span: Duration,
 }
 

@@ -21,15 +21,16 @@ pub fn write_refused_by_server(reply: impl Display) -> Box<dyn Error + Send + Sy
     format!("{REFUSED_BY_SERVER}: {reply}").into()
 }
 
-/// Proves that a holder that is paused for longer than its lease cannot write afterwards. Both
-/// processes lock in `mode`. `read` returns the value in the store. `request_limit` limits each
-/// request to a process.
+/// Proves that a holder that is paused for longer than its lease cannot write after its successor.
+/// Both processes write under a lock in `mode`. `read` returns the value in the store.
+/// `request_limit` limits each request to a process.
 ///
 /// Starts two processes with [`LockHolder::spawn_test`]. The test `test` must serve them with a
 /// [`FencedWriter`](super::FencedWriter). The first one locks and writes, and is stopped with
-/// `SIGSTOP`. The second one acquires the lock after the lease, and writes. Then the first one
-/// continues, and writes with its own token. The server must refuse that write: a refusal by the
-/// guard alone, which knows that its lease is over, does not count.
+/// `SIGSTOP`. The second one waits for the end of the lease with an exclusive lock. It then locks
+/// in `mode`, and writes. Then the first one continues, and writes with its own token. The server
+/// must refuse that write: a refusal by the guard alone, which knows that its lease is over, does
+/// not count.
 ///
 /// # Errors
 /// If a process does not respond as expected.
@@ -52,7 +53,7 @@ pub async fn assert_a_paused_holder_cannot_write(
     assert_eq!(read().await, "by the first holder");
 
     paused.process().pause().await?;
-    // An exclusive lock waits for the end of the paused holder's lease. A shared lock would not.
+    // An exclusive lock waits for the end of the paused holder's lease. A shared lock does not.
     successor.lock(KEY, request_limit).await?;
     successor.unlock(KEY, request_limit).await?;
     let next = successor.lock_in(KEY, mode, request_limit).await?;

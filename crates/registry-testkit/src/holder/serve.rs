@@ -25,7 +25,8 @@ use crate::recording_client::{RecordedGuard, RecordingClient};
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Executes the requests from standard input. Prints the replies, and each step of each lock except
-/// those of [`HolderRequest::Contend`]. Returns after a request to close or the end of the input.
+/// those of [`HolderRequest::Contend`]. After a request to close or the end of the input, drops all
+/// guards, closes the registry and returns.
 ///
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.
@@ -48,8 +49,8 @@ pub trait FencedWriter: Debug + Send + Sync {
     /// If the guard refuses because its lock is lost, sends the request without the guard.
     ///
     /// # Errors
-    /// [`write_refused_by_server`](super::write_refused_by_server) if the server refused the write, and another
-    /// error if its outcome is unknown.
+    /// [`write_refused_by_server`](super::write_refused_by_server) if the server refused the write,
+    /// and another error if its outcome is unknown.
     async fn write(
         &self,
         guard: &LockGuard,

@@ -25,8 +25,8 @@ impl MariaDbOptions {
         self.args(&["--innodb-flush-method=nosync"])
     }
 
-    /// Makes the server the only node of a Galera cluster. Debian's server package contains the
-    /// required library.
+    /// Makes the server the only node of a Galera cluster. Debian's server package depends on the
+    /// package of the required library.
     #[must_use]
     pub fn galera_node(mut self) -> Self {
         self.store.is_galera_node = true;

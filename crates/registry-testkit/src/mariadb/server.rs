@@ -15,7 +15,7 @@ use crate::{data_cache, programs, run_command};
 /// 96 MB takes five times as long.
 const LOG_SIZE: &str = "--innodb-log-file-size=8M";
 
-/// The Galera library of Debian's package.
+/// The Galera library of Debian's package `galera-4`.
 const GALERA: &str = "/usr/lib/galera/libgalera_smm.so";
 
 /// A server. Dropping this handle kills it. Committed data is on disk, so the server keeps its data
@@ -45,8 +45,8 @@ impl ServerDescription for MariaDb {
         command
             .arg(format!("--datadir={folder}/data"))
             .arg(format!("--socket={}", server.socket_path()));
-        // A starting server removes all temporary tables from this folder, including those of other
-        // servers.
+        // A starting server removes all temporary tables from its `tmpdir`, including those of
+        // other servers.
         command.arg(format!("--tmpdir={folder}"));
         command.arg(format!("--pid-file={folder}/pid")).arg("--bind-address=127.0.0.1");
         command.arg(format!("--port={}", server.port().number())).arg(LOG_SIZE);

@@ -175,7 +175,7 @@ impl<'a> Pump<'a> {
                 }
                 () = arrived => self.deliver_first().await?,
                 read = from.read(&mut buffer), if !at_end && !held && has_capacity => {
-                    // A reset by the peer is passed on as a reset.
+                    // A reset by the server reaches the client as a reset.
                     let bytes = &buffer[..read.map_err(|_| Cut::Reset)?];
                     if bytes.is_empty() {
                         at_end = true;

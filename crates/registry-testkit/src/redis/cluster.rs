@@ -298,7 +298,7 @@ impl RedisCluster {
     }
 
     /// Moves `slot` with its keys to the master at `to`, while clients use it. Returns once all
-    /// nodes know the new owner.
+    /// responding nodes know the new owner.
     pub async fn migrate(&self, slot: u16, to: SocketAddr) -> io::Result<()> {
         let migration = self.begin_migration(slot, to).await?;
         self.finish_migration(migration).await
@@ -348,8 +348,8 @@ impl RedisCluster {
         Ok(keys.items().iter().map(bytes).collect())
     }
 
-    /// Moves the remaining keys and assigns the slot to its new owner. Returns once all nodes know
-    /// the new owner.
+    /// Moves the remaining keys and assigns the slot to its new owner. Returns once all responding
+    /// nodes know the new owner.
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();

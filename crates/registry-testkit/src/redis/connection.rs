@@ -28,11 +28,11 @@ impl RedisConnection {
     /// bytes.
     ///
     /// # Errors
-    /// Returns the connection's error. An error reply is returned as `Ok`.
+    /// As [`next_reply`](Self::next_reply). An error reply is returned as `Ok`.
     ///
     /// # Cancel safety
-    /// Not cancel safe: the next command would receive the reply of this one. Drop the connection
-    /// as well.
+    /// Not cancel safe: the next command receives the reply to this command. Drop the connection as
+    /// well.
     pub async fn send_command_args(
         &mut self,
         words: &[impl AsRef<[u8]> + Sync],

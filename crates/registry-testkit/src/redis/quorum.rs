@@ -12,12 +12,12 @@ pub struct RedisQuorum {
 }
 
 impl RedisQuorum {
-    /// Starts this number of masters.
+    /// Starts this number of masters and waits until they serve.
     pub async fn start(servers: usize) -> io::Result<Self> {
         Self::start_with(servers, &RedisOptions::new()).await
     }
 
-    /// Like [`start`](Self::start), with options for each server.
+    /// Like [`start`](Self::start), with the same `options` for each server.
     pub async fn start_with(servers: usize, options: &RedisOptions) -> io::Result<Self> {
         let launch = |_| RedisServer::launch_with(options.clone());
         let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;

@@ -101,7 +101,8 @@ impl SentinelOptions {
 /// One master, two replicas and three sentinels. Dropping this handle kills all of them.
 ///
 /// The sentinels consider a master down after one second. The methods query only servers and
-/// sentinels that are neither down nor paused.
+/// sentinels that are neither down nor paused. Exception: [`Self::cut_replica_links`] and
+/// [`Self::isolate_replicas`] need a master that responds.
 #[derive(Debug)]
 pub struct SentinelSetup {
     servers: Vec<RedisServer>,
@@ -129,7 +130,8 @@ impl SentinelSetup {
             replica.wait_until_serving().await?;
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
-        // A sentinel that starts earlier discovers the replicas only ten seconds later.
+        // The sentinels start last, because a sentinel asks the master for its replicas at once and
+        // then only every ten seconds.
         retry("the replicas are synchronized", || setup.check_replicas_online(addr)).await?;
         for _ in 0..SENTINELS {
             setup.sentinels.push(RedisServer::launch_with(options.sentinel(addr))?);

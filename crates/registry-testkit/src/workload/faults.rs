@@ -40,7 +40,8 @@ impl Workload {
     /// locks.
     ///
     /// # Panics
-    /// Panics if the clients make no progress, or if no lock is lost.
+    /// Panics if the clients make no progress, if a permanent holder does not lose its lock in
+    /// time, or with an error of `pause` or `resume`.
     #[cfg(unix)]
     pub async fn pause_until_losses(
         &self,

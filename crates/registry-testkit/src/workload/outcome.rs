@@ -45,8 +45,8 @@ impl WorkloadOutcome {
         self
     }
 
-    /// Ends the grants of killed clients at the time of their death. `deaths` contains the client
-    /// numbers and times.
+    /// Ends the grants of killed clients at the time of their death, except grants whose release a
+    /// client has requested. `deaths` contains the client numbers and times.
     #[must_use]
     pub fn with_deaths(mut self, deaths: &[(u32, u64)]) -> Self {
         for grant in &mut self.history.grants {
@@ -209,8 +209,8 @@ impl WorkloadOutcome {
         long_held.map(|loss| loss.reason).collect()
     }
 
-    /// Asserts that each holder that lost a lock noticed it by the end of its lease, plus a
-    /// tolerance.
+    /// Asserts that each holder released its lock or noticed the loss by the end of its lease, plus
+    /// a tolerance.
     fn assert_losses_were_reported(&self) {
         let is_paused =
             |grant: &&RecordedGrant| self.paused_keys.iter().any(|key| **key == *grant.key);

@@ -26,8 +26,9 @@ struct MemberProxies {
     /// Carries the replication traffic.
     replication: FaultProxy,
     /// Carries the election traffic. Two members use only the connection from the one with the
-    /// larger number. The member with the smaller number sends its true address and closes its own
-    /// connection, so votes could bypass the proxies. The proxy from this member therefore refuses
+    /// larger number. If the member with the smaller number connects first, it sends its true
+    /// address and closes its connection. The other member then connects to this address, and votes
+    /// bypass the proxies. The proxy from the member with the smaller number therefore refuses
     /// connections.
     election: FaultProxy,
 }
@@ -59,7 +60,7 @@ impl MemberProxies {
 }
 
 impl ZooKeeperEnsemble {
-    /// Starts three members.
+    /// Starts three members and waits until they serve.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(3, &ZooKeeperOptions::new()).await
     }

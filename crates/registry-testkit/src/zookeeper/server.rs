@@ -141,8 +141,8 @@ impl ZooKeeperServer {
         fs::write(self.file("server.cfg"), lines)
     }
 
-    /// Returns the server's mode: `standalone`, `leader` or `follower`. Returns `None` while the
-    /// server does not serve.
+    /// Returns the server's mode, such as `standalone`, `leader` or `follower`. Returns `None`
+    /// while the server does not serve.
     pub async fn mode(&self) -> io::Result<Option<String>> {
         let answer = timeout(ANSWER_LIMIT, self.send_command("srvr")).await??;
         Ok(answer.lines().find_map(|line| line.strip_prefix("Mode: ")).map(ToOwned::to_owned))
@@ -180,8 +180,9 @@ impl ZooKeeperServer {
     /// pings forever. A single server has no such race.
     ///
     /// # Errors
-    /// Returns the connection's error. Returns an error if the server does not know the session, or
-    /// if this is the client's own member of an ensemble.
+    /// Returns an error if the server cannot be reached or does not know the session, or if this is
+    /// the client's own member of an ensemble. Returns `TimedOut` if the session does not end after
+    /// 500 attempts.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
         let is_own_client = self.clients().await?.iter().any(|client| client.session == session);
         if is_own_client && self.mode().await?.is_some_and(|mode| mode != "standalone") {

@@ -11,8 +11,8 @@ use registry_core::{ClaimMode, LockGuard, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig, Fence as _, FenceError};
 use registry_testkit::etcd::{CTL_VARIABLE, EtcdServer};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
-    serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    write_refused_by_server,
 };
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 

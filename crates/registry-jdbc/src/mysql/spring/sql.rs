@@ -127,10 +127,10 @@ pub(super) const COLUMNS: &str = "\
 /// both tables. The statements are sent in one packet, so the transaction never waits for the
 /// client. After an error the connection is closed, which ends the transaction.
 ///
-/// Spring's row is written first and stays locked. Only the transaction that has it locked writes
-/// the native row, so tokens are assigned in the order of the grants. A crash undoes both writes or
-/// none. If the response is lost, a retry finds that its own claim holds the key. The claim's token
-/// is in the native row.
+/// Spring's row is written first and stays locked. Only the transaction that has it locked writes a
+/// token to the native row, so tokens are assigned in the order of the grants. A crash undoes both
+/// writes or none. If the response is lost, a retry finds that its own claim holds the key. The
+/// claim's token is in the native row.
 ///
 /// A read-only server grants nothing to this program, whatever the user's privileges. Spring peers
 /// do not check this.

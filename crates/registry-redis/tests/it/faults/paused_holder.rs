@@ -9,8 +9,8 @@ use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, write_refused_by_server, run_child_process,
-    serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    write_refused_by_server,
 };
 use registry_testkit::redis::RedisServer;
 

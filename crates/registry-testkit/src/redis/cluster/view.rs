@@ -69,8 +69,8 @@ impl NodeInfo {
         let (_ping, _pong) = (words.next()?, words.next()?);
         let epoch = words.next()?.parse().ok()?;
         let _link = words.next()?;
-        // Slots in migration appear in brackets, in addition to the ranges to which they still
-        // belong.
+        // Slots in migration also appear in brackets. They count only for the node that still has
+        // them in a range.
         let slots = words.filter(|word| !word.starts_with('[')).filter_map(|word| {
             let (first, last) = word.split_once('-').unwrap_or((word, word));
             Some((first.parse().ok()?, last.parse().ok()?))
