@@ -25,8 +25,8 @@ use crate::options::Options;
 /// - `sqlite:PATH`, `sqlite:///PATH`: one file, for all processes of this host. Feature `sqlite`.
 ///
 /// Stores for all hosts that reach them:
-/// - `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `postgresql://…`: a PostgreSQL database. Feature
-///   `postgres`, with encryption `postgres-tls`.
+/// - `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `postgresql://…`: a PostgreSQL database.
+///   Feature `postgres`, with encryption `postgres-tls`.
 /// - `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `mariadb://…`: a MariaDB or MySQL database.
 ///   Feature `mysql`, with encryption `mysql-tls`.
 /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`: a Redis or Valkey server. Feature `redis`.
@@ -177,8 +177,8 @@ async fn open_with_retries(
     }
 }
 
-/// Returns the first of `hosts` whose lookup fails within [`RESOLVE_LIMIT`]. Client libraries report
-/// such a host only as a lost connection.
+/// Returns the first of `hosts` whose lookup fails within [`RESOLVE_LIMIT`]. Client libraries
+/// report such a host only as a lost connection.
 async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
     for (host, port) in hosts {
         let lookup = tokio::task::spawn_blocking(move || {

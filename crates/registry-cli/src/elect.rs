@@ -31,7 +31,7 @@ pub(crate) struct ElectCommand {
 }
 
 impl ElectCommand {
-    pub(crate) fn check(
+    pub(crate) fn from_args(
         global: &args::GlobalArgs,
         elect: &args::ElectArgs,
     ) -> Result<Self, CliError> {

@@ -43,13 +43,13 @@ struct LostLine {
 }
 
 impl HoldCommand {
-    pub(crate) fn check(
+    pub(crate) fn from_args(
         global: &args::GlobalArgs,
         hold: &args::HoldArgs,
     ) -> Result<Self, CliError> {
         let key = args::parse_key(&hold.key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&hold.acquire)?;
-        let request = LockRequest::check(key, &hold.acquire)?;
+        let request = LockRequest::from_args(key, &hold.acquire)?;
         Ok(Self { request, store, acquire_options: AcquireOptions::from_args(&hold.acquire) })
     }
 

@@ -1,5 +1,5 @@
-//! `lockreg show`, `list`, `value` and `break`: print holders, waiters and the value block of a key,
-//! and release locks by force.
+//! `lockreg show`, `list`, `value` and `break`: print holders, waiters and the value block of a
+//! key, and release locks by force.
 
 use lock_registry::modes::WaitingClaim;
 use lock_registry::{Holder, Key};

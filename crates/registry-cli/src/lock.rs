@@ -29,7 +29,7 @@ pub(crate) enum RequestedLock {
 }
 
 impl LockRequest {
-    pub(crate) fn check(key: Key, args: &AcquireArgs) -> Result<Self, CliError> {
+    pub(crate) fn from_args(key: Key, args: &AcquireArgs) -> Result<Self, CliError> {
         let others = args.also.iter().map(args::parse_key).collect::<Result<_, _>>()?;
         let mode = match args.permits {
             Some(of) => ClaimMode::Permits { take: args.take, of },

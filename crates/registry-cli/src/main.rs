@@ -83,22 +83,22 @@ fn run_lockreg() -> u8 {
 fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<u8, CliError> {
     match command {
         CliCommand::Run(args) => {
-            let run = RunCommand::check(global, &args)?;
+            let run = RunCommand::from_args(global, &args)?;
             with_signals(|signals| run.execute(signals, output))
         }
         CliCommand::Elect(args) => {
-            let elect = ElectCommand::check(global, &args)?;
+            let elect = ElectCommand::from_args(global, &args)?;
             with_signals(|signals| elect.execute(signals, output))
         }
         CliCommand::Hold(args) => {
-            let hold = HoldCommand::check(global, &args)?;
+            let hold = HoldCommand::from_args(global, &args)?;
             with_signals(|signals| hold.execute(signals, output))
         }
         CliCommand::Show(show) => block_on(inspect::show(global, &show, output)),
         CliCommand::List(args) => block_on(inspect::list(global, &args, output)),
         CliCommand::Top(args) => block_on(top::top(global, &args, output)),
         CliCommand::Serve(args) => {
-            let serve = ServeCommand::check(global, args)?;
+            let serve = ServeCommand::from_args(global, args)?;
             with_signals(|signals| serve.execute(signals, output))
         }
         CliCommand::Break(args) => block_on(inspect::break_lock(global, &args, output)),

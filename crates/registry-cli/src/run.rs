@@ -46,12 +46,15 @@ pub(crate) struct RunCommand {
 }
 
 impl RunCommand {
-    pub(crate) fn check(global: &args::GlobalArgs, run: &args::RunArgs) -> Result<Self, CliError> {
+    pub(crate) fn from_args(
+        global: &args::GlobalArgs,
+        run: &args::RunArgs,
+    ) -> Result<Self, CliError> {
         let (key, command) = run.key_and_command()?;
         let key = args::parse_key(key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&run.acquire)?;
-        let request = LockRequest::check(key, &run.acquire)?;
-        let once = OnceCommand::check(&run.once)?;
+        let request = LockRequest::from_args(key, &run.acquire)?;
+        let once = OnceCommand::from_args(&run.once)?;
         // The command is checked last. Any other mistake must end with 64, and not with the status
         // of a missing command.
         let program = Program::find(command.to_vec())?;

@@ -43,13 +43,13 @@ pub(crate) struct ServeCommand {
 }
 
 impl ServeCommand {
-    pub(crate) fn check(global: &GlobalArgs, args: args::ServeArgs) -> Result<Self, CliError> {
+    pub(crate) fn from_args(global: &GlobalArgs, args: args::ServeArgs) -> Result<Self, CliError> {
         let store = StoreConfig::choose(global)?;
         let break_token = break_token(&args)?;
         // Without `--allow-host`, the header `Host` is checked only on a loopback address. On other
         // addresses, any name may be a valid name of this host.
-        let is_local = args.listen.ip().to_canonical().is_loopback();
-        let allowed_hosts = (is_local || !args.allow_host.is_empty()).then_some(args.allow_host);
+        let is_loopback = args.listen.ip().to_canonical().is_loopback();
+        let allowed_hosts = (is_loopback || !args.allow_host.is_empty()).then_some(args.allow_host);
         let (address, interval) = (args.listen, args.interval);
         Ok(Self { store, address, interval, break_token, allowed_hosts })
     }

@@ -1,6 +1,7 @@
 //! The context of a clause: one store, its clients, registries over them, and ways to wait for the
 //! store's clock. Contains no clause; see `clauses`.
 
+use std::collections::BTreeMap;
 use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -99,7 +100,7 @@ impl TestContext {
     }
 
     /// Acquires `orders:42` through `client` with a new claim in this mode, and returns the claim.
-    pub(crate) async fn held_in(&self, client: &dyn LockBackend, mode: ClaimMode) -> Claim {
+    pub(crate) async fn acquire_in(&self, client: &dyn LockBackend, mode: ClaimMode) -> Claim {
         let claim = self.claim(mode);
         assert_granted(client, &claim).await;
         claim
@@ -108,17 +109,21 @@ impl TestContext {
     /// Waits until a waiting or converting claim blocks new readers of `orders:42`. `registry` must
     /// have no shared grant that its readers could join.
     pub(crate) async fn wait_until_readers_are_blocked(&self, registry: &Registry) {
-        self.eventually("new readers are blocked", async || !enters_as_reader(registry).await)
+        self.eventually("new readers are blocked", async || !can_acquire_as_reader(registry).await)
             .await;
     }
 
     /// Waits until readers of `registry` can acquire `orders:42`.
     pub(crate) async fn wait_until_readers_enter(&self, registry: &Registry) {
-        self.eventually("readers can enter", async || enters_as_reader(registry).await).await;
+        self.eventually("readers can enter", async || can_acquire_as_reader(registry).await).await;
     }
 
     /// Acquires `orders:42` through `client` with a new claim of this lease, and returns the claim.
-    pub(crate) async fn held_claim(&self, client: &dyn LockBackend, lease: Duration) -> Claim {
+    pub(crate) async fn acquire_with_lease(
+        &self,
+        client: &dyn LockBackend,
+        lease: Duration,
+    ) -> Claim {
         let claim = Claim::new(key("orders:42"), lease);
         assert_granted(client, &claim).await;
         claim
@@ -349,7 +354,7 @@ impl CriticalSection {
 
 /// Tries to acquire `orders:42` as a new reader, and releases it again. Returns whether the reader
 /// acquired it.
-async fn enters_as_reader(registry: &Registry) -> bool {
+async fn can_acquire_as_reader(registry: &Registry) -> bool {
     match registry.obtain("orders:42").try_read().await.expect("the store answers") {
         Some(guard) => {
             unlock(guard).await;
@@ -454,6 +459,29 @@ pub(crate) fn renew<'a>(
         assert_eq!(answers.len(), 1, "{at}: one claim, one answer");
         unwrap_answer(at, "renew", claim, answers.swap_remove(0))
     }
+}
+
+/// Renews claims as the engine does: each call has claims of one shard, and at most `batch_max`
+/// claims. Returns the answers in the order of `claims`.
+pub(crate) async fn renew_all(
+    client: &dyn LockBackend,
+    claims: &[Claim],
+) -> Vec<Result<Renewal, BackendError>> {
+    let mut shards = BTreeMap::<u32, Vec<usize>>::new();
+    for (index, claim) in claims.iter().enumerate() {
+        shards.entry(client.shard(claim)).or_default().push(index);
+    }
+    let batch_max = client.capabilities().renewal.batch_max.max(1);
+    let mut answers: Vec<_> = claims.iter().map(|_| None).collect();
+    for batch in shards.values().flat_map(|shard| shard.chunks(batch_max)) {
+        let batch_claims: Vec<_> = batch.iter().map(|index| claims[*index].clone()).collect();
+        let batch_answers = client.renew(&batch_claims).await;
+        assert_eq!(batch_answers.len(), batch.len(), "one answer for each claim");
+        for (index, answer) in batch.iter().zip(batch_answers) {
+            answers[*index] = Some(answer);
+        }
+    }
+    answers.into_iter().flatten().collect()
 }
 
 /// Renews `claim`. Panics unless it is still granted.

@@ -402,7 +402,7 @@ impl Acquisition<'_> {
         drop(monitored_wait);
         match &outcome {
             // Dropping the pending claim passes on its permit.
-            AttemptOutcome::Responded(_, Err(error)) if error.is_withheld() => {
+            AttemptOutcome::Completed(_, Err(error)) if error.is_withheld() => {
                 Ok(KeyOutcome::Withheld)
             }
             _ => self.guard_or_retry(pending, Some(outcome), owner).await.map(KeyOutcome::from),
@@ -426,14 +426,14 @@ impl Acquisition<'_> {
         mut outcome: Option<AttemptOutcome>,
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
-        if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = outcome {
+        if let Some(AttemptOutcome::Completed(sent_at, Ok(Attempt::Granted(grant)))) = outcome {
             self.local_lock.record_response();
             let token = grant.token;
             match pending.confirm(grant, sent_at) {
                 Ok(grant) => return self.create_guard(grant, token, owner, 1).map(Some),
                 Err(late) => pending = *late,
             }
-            outcome = Some(AttemptOutcome::Responded(sent_at, Err(late_grant_error())));
+            outcome = Some(AttemptOutcome::Completed(sent_at, Err(late_grant_error())));
         }
         // Boxed, because the futures of all waits are large, and the caller's future would contain
         // them even where the store responds at once.
@@ -483,7 +483,7 @@ impl Acquisition<'_> {
             (pending, response) =
                 pending.response(outcome, self.engine, &mut monitored_wait).await?;
             let error = match response {
-                AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant))) => {
+                AttemptOutcome::Completed(sent_at, Ok(Attempt::Granted(grant))) => {
                     self.local_lock.record_response();
                     let token = grant.token;
                     match pending.confirm(grant, sent_at) {
@@ -494,7 +494,7 @@ impl Acquisition<'_> {
                     }
                     late_grant_error()
                 }
-                AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
+                AttemptOutcome::Completed(_, Ok(Attempt::Busy(busy))) => {
                     self.check_units_in_store(&busy)?;
                     failures = RetryState::default();
                     self.local_lock.record_response();
@@ -514,8 +514,8 @@ impl Acquisition<'_> {
                         .await?;
                     continue;
                 }
-                AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone_error(),
-                AttemptOutcome::Responded(_, Err(error)) => error,
+                AttemptOutcome::Completed(_, Ok(Attempt::Gone)) => unexpected_gone_error(),
+                AttemptOutcome::Completed(_, Err(error)) => error,
                 AttemptOutcome::Unknown => self.engine.no_response_error(),
             };
             let pause = self.retry_or_fail(key, &mut failures, error);

@@ -601,8 +601,8 @@ impl ActiveGrant {
         }
     }
 
-    /// Returns whether an invalidation has not been verified yet, or the store has reported that the
-    /// claim is gone while its release was beginning.
+    /// Returns whether an invalidation has not been verified yet, or the store has reported that
+    /// the claim is gone while its release was beginning.
     pub(crate) fn may_be_gone(&self) -> bool {
         let state = self.state();
         state.gone_while_ending || state.lease.is_suspect()

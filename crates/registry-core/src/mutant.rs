@@ -62,7 +62,7 @@ pub enum Mutant {
 
 impl Mutant {
     /// The bugs that the simulation of exclusive locks finds.
-    pub const ALL: [Self; 8] = [
+    pub const OF_EXCLUSIVE_LOCKS: [Self; 8] = [
         Self::ReleaseByOtherClaim,
         Self::DeadlineFromReply,
         Self::RenewAfterRelease,

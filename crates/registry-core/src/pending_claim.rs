@@ -34,7 +34,7 @@ type AttemptCall = Call<Result<Attempt, BackendError>>;
 #[derive(Debug)]
 pub(crate) enum AttemptOutcome {
     /// The backend returned this result for the request that was sent at this time.
-    Responded(Moment, Result<Attempt, BackendError>),
+    Completed(Moment, Result<Attempt, BackendError>),
     /// The backend returned no result within the operation time-out. The outcome is unknown.
     Unknown,
 }
@@ -180,7 +180,7 @@ impl PendingClaim {
         let first;
         (self, first) = self.wait_for_response(outcome, engine, monitored_wait).await?;
         match first {
-            AttemptOutcome::Responded(_, Err(error)) if error.is_stale_connection() => {
+            AttemptOutcome::Completed(_, Err(error)) if error.is_stale_connection() => {
                 let second = self.send(engine).await;
                 self.wait_for_response(second, engine, monitored_wait).await
             }
@@ -223,7 +223,7 @@ impl PendingClaim {
             Err(error) if error.refused() => {}
             Err(_) => self.unknown_attempts += 1,
         }
-        AttemptOutcome::Responded(self.sent_at, response)
+        AttemptOutcome::Completed(self.sent_at, response)
     }
 
     /// Converts this claim to an active grant.

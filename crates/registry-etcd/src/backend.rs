@@ -236,7 +236,7 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.dequeue(claim).await.map_err(|error| self.with_address(error))
+        self.remove_entry(claim).await.map_err(|error| self.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

@@ -121,7 +121,7 @@ impl ClaimEntry {
 
     /// Returns whether the lease was last extended at least twice its duration ago. One duration
     /// does not suffice, because a new leader extends all leases to their full duration.
-    fn is_expired(&self, now: Moment) -> bool {
+    fn is_certainly_expired(&self, now: Moment) -> bool {
         let requested = self.ttl_seconds.and_then(|ttl_seconds| u64::try_from(ttl_seconds).ok());
         let ttl = self.lease.ttl().max(Duration::from_secs(requested.unwrap_or(0)));
         now.since(self.lease.last_extended()) >= ttl * 2
@@ -255,11 +255,12 @@ impl ClaimCache {
             // entry.
             let is_unused = Arc::strong_count(shared) == 1;
             let Some(mut entry) = shared.try_lock().ok().filter(|_| is_unused) else { return true };
-            let is_expired = entry.as_ref().is_none_or(|entry| entry.is_expired(now));
-            if is_expired {
+            let is_certainly_expired =
+                entry.as_ref().is_none_or(|entry| entry.is_certainly_expired(now));
+            if is_certainly_expired {
                 expired.extend(entry.take());
             }
-            !is_expired
+            !is_certainly_expired
         });
         expired
     }

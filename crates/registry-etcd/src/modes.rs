@@ -271,13 +271,17 @@ impl EtcdBackend {
     ) -> Result<QueueStep, BackendError> {
         // If the caller is cancelled or gets no response, the next attempt finds the entry here.
         **entry_guard = Some(entry);
-        let touch = txn::convert(own_entry, own_entry.value.clone(), &[], None);
+        let touch = txn::replace_record(own_entry, own_entry.value.clone(), &[], None);
         let touched = self.execute(touch).await.map_err(|it| it.into_error().as_unknown())?;
         if touched.succeeded {
             let token = touched.header.revision;
             let own_entry = KeyValue { mod_revision: token, ..own_entry.clone() };
-            let store_token =
-                txn::convert(&own_entry, record::convert(&own_entry, mode, token), &[], None);
+            let store_token = txn::replace_record(
+                &own_entry,
+                record::convert(&own_entry, mode, token),
+                &[],
+                None,
+            );
             self.execute(store_token).await.map_err(|it| it.into_error().as_unknown())?;
         }
         Ok(QueueStep::Retry)
@@ -415,7 +419,7 @@ impl EtcdBackend {
             // No other conversion exists: two shared claims that are upgraded would deadlock.
             _ => return Ok(Conversion::Gone),
         };
-        let convert = txn::convert(own_entry, record, &[], request);
+        let convert = txn::replace_record(own_entry, record, &[], request);
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
@@ -524,7 +528,7 @@ impl EtcdBackend {
             // taken a larger token.
             _ => {
                 let (value, must_exist) = (request.value.clone(), [own_entry, blocking]);
-                let touch = txn::convert(request, value, &must_exist, None);
+                let touch = txn::replace_record(request, value, &must_exist, None);
                 let touched = self.execute(touch).await.map_err(CallError::into_error)?;
                 let taken = (touched.header.revision, blocking.create_revision);
                 upgrade.token = touched.succeeded.then_some(taken);
@@ -542,7 +546,7 @@ impl EtcdBackend {
             return Ok(Conversion::Retry(None));
         }
         let record = record::convert(own_entry, ClaimMode::Exclusive, token);
-        let convert = txn::convert(own_entry, record, &[request, blocking], Some(request));
+        let convert = txn::replace_record(own_entry, record, &[request, blocking], Some(request));
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }

@@ -573,7 +573,7 @@ impl EtcdBackend {
     }
 
     /// Removes the claim's entry from the queue.
-    pub(crate) async fn dequeue(&self, claim: &Claim) -> Result<Release, BackendError> {
+    pub(crate) async fn remove_entry(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         let is_cached = entry_guard.as_ref().is_some_and(|entry| entry.create_revision.is_some());
         if !is_cached {
@@ -587,18 +587,18 @@ impl EtcdBackend {
         let tombstone = self.names.tombstone_name(&entry.name);
         let is_exclusive = claim.mode() == ClaimMode::Exclusive;
         let (name, tombstone) = (&entry.name, tombstone.as_deref());
-        let dequeue = if entry.is_granted {
+        let remove_entry = if entry.is_granted {
             txn::delete_with_tombstone(name, create_revision, tombstone)
         } else if is_exclusive {
-            txn::dequeue(&queue, name, create_revision, tombstone)
+            txn::remove_entry(&queue, name, create_revision, tombstone)
         } else {
             txn::dequeue_non_exclusive(&queue, name, create_revision, tombstone)
         };
-        let dequeue = match &entry.upgrade {
-            Some(upgrade) => txn::with_deletion(dequeue, &upgrade.name),
-            None => dequeue,
+        let remove_entry = match &entry.upgrade {
+            Some(upgrade) => txn::with_deletion(remove_entry, &upgrade.name),
+            None => remove_entry,
         };
-        let mut results = self.execute(dequeue).await.map_err(CallError::into_error)?;
+        let mut results = self.execute(remove_entry).await.map_err(CallError::into_error)?;
         let was_granted = results.succeeded
             && (entry.is_granted
                 || if is_exclusive {

@@ -160,7 +160,7 @@ pub(crate) fn request_upgrade(
 
 /// Replaces the record of `own_entry` if it has not changed and all entries in `must_exist` exist.
 /// Then also deletes `upgrade_request`, if given.
-pub(crate) fn convert(
+pub(crate) fn replace_record(
     own_entry: &KeyValue,
     record: Vec<u8>,
     must_exist: &[&KeyValue],
@@ -190,7 +190,7 @@ pub(crate) fn replace_waiting(
     let exists = |entry: &&KeyValue| compare_create_revision(&entry.key, entry.create_revision);
     txn.compare.extend(must_exist.iter().map(exists));
     for (entry, record) in records {
-        let replacement = convert(entry, record.clone(), &[], None);
+        let replacement = replace_record(entry, record.clone(), &[], None);
         txn.compare.extend(replacement.compare);
         txn.success.extend(replacement.success);
     }
@@ -359,7 +359,7 @@ pub(crate) fn with_deletion(mut txn: TxnRequest, name: &[u8]) -> TxnRequest {
 }
 
 /// Like [`delete_with_tombstone`]. If `name` has this revision, first reads the predecessor.
-pub(crate) fn dequeue(
+pub(crate) fn remove_entry(
     queue: &[u8],
     name: &[u8],
     create_revision: i64,

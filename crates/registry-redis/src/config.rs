@@ -27,7 +27,7 @@ pub struct RedisConfig {
     pub(crate) response_timeout: Duration,
     pub(crate) token_memory: Duration,
     pub(crate) durability: Durability,
-    pub(crate) min_uptime: Duration,
+    pub(crate) min_process_age: Duration,
     pem_files: PemFiles,
     /// The values of the options `lease`, `timeout`, `replica_timeout` and `restart_guard`, if set.
     /// `check_limits` compares them with each other.
@@ -509,7 +509,7 @@ impl RedisConfig {
                 fsync: Fsync::NotRequired,
                 limit: REPLICA_TIMEOUT,
             },
-            min_uptime: Duration::ZERO,
+            min_process_age: Duration::ZERO,
             pem_files: PemFiles::default(),
             lease_option: None,
             timeout_option: None,
@@ -673,7 +673,7 @@ impl RedisConfig {
     /// in use. A master that logs all writes (`appendfsync always`) does not need a minimum uptime.
     #[must_use]
     pub fn with_restart_guard(mut self, restart_guard: Duration) -> Self {
-        self.min_uptime = restart_guard;
+        self.min_process_age = restart_guard;
         self
     }
 
@@ -700,7 +700,7 @@ impl RedisConfig {
             ("connect_timeout", self.connect_timeout),
             ("token_memory", self.token_memory),
             ("replica_timeout", self.durability.limit),
-            ("restart_guard", self.min_uptime),
+            ("restart_guard", self.min_process_age),
         ] {
             // A store without this option does not use the value.
             if self.kind().option(option, self.scheme()).is_some() {
@@ -749,7 +749,7 @@ impl RedisConfig {
 
     fn check_servers(&self) -> Result<(), OptionError> {
         let is_quorum = matches!(self.servers, ServerAddresses::Quorum(_));
-        if !self.min_uptime.is_zero() && !is_quorum {
+        if !self.min_process_age.is_zero() && !is_quorum {
             return Err(OptionError::new(
                 "restart_guard",
                 "has no effect without a quorum; use `redis+quorum:`, or remove the option",
@@ -858,8 +858,8 @@ impl BackendConfig for RedisConfig {
                 self.is_replica_timeout_set = true;
             }
             "restart_guard" => {
-                self.min_uptime = parse_time(value)?;
-                self.restart_guard_option = Some(self.min_uptime);
+                self.min_process_age = parse_time(value)?;
+                self.restart_guard_option = Some(self.min_process_age);
             }
             "db" => self.connection.database = parse_count(value)?,
             "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
@@ -1010,7 +1010,7 @@ impl fmt::Debug for RedisConfig {
             .field("response_timeout", &self.response_timeout)
             .field("token_memory", &self.token_memory)
             .field("durability", &self.durability)
-            .field("restart_guard", &self.min_uptime)
+            .field("restart_guard", &self.min_process_age)
             .finish_non_exhaustive()
     }
 }

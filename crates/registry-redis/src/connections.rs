@@ -50,9 +50,9 @@ pub(crate) trait Topology: fmt::Debug + Send + Sync {
 pub(crate) enum ErrorAction {
     Fail,
     /// Send the same command to the same node again, after `ASKING` if it was sent after `ASKING`.
-    Repeat,
-    /// Retry at `node`. `is_asking`: the slot is migrating to `node`.
-    Retry {
+    Retry,
+    /// Send the command to `node`. `is_asking`: the slot is migrating to `node`.
+    Redirect {
         node: Arc<RedisNode>,
         is_asking: bool,
     },
@@ -197,8 +197,8 @@ impl RedisConnections {
             };
             match self.topology.on_error(&node, &error).await {
                 ErrorAction::Fail => return Err(self.classify(&error, &node)),
-                ErrorAction::Repeat => {}
-                ErrorAction::Retry { node: next_node, is_asking: must_ask } => {
+                ErrorAction::Retry => {}
+                ErrorAction::Redirect { node: next_node, is_asking: must_ask } => {
                     (node, is_asking) = (next_node, must_ask);
                 }
             }

@@ -46,12 +46,12 @@ pub(crate) struct Quorum {
 struct QuorumMaster {
     store: RedisStore,
     /// See [`with_restart_guard`](RedisConfig::with_restart_guard).
-    min_uptime: Duration,
+    min_process_age: Duration,
     retry_permits: Semaphore,
     /// The `run_id` of the first server process that responded at this address. Empty if the user
     /// may not read the `run_id`.
     first_run_id: OnceLock<String>,
-    /// The process that responded to the last attempt. `None` while `min_uptime` is zero.
+    /// The process that responded to the last attempt. `None` while `min_process_age` is zero.
     observed_process: Mutex<Option<ObservedProcess>>,
 }
 
@@ -75,7 +75,7 @@ impl Quorum {
             let store = RedisStore::for_quorum_master(address, config, invalidations)?;
             Ok(Arc::new(QuorumMaster {
                 store,
-                min_uptime: config.min_uptime,
+                min_process_age: config.min_process_age,
                 retry_permits: Semaphore::new(CONCURRENT_RETRIES_MAX),
                 first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
@@ -526,14 +526,14 @@ impl QuorumMaster {
     }
 
     /// Returns whether this or another client has observed the server process for at least
-    /// `min_uptime`. If this client has, or if an earlier check of this client has succeeded,
+    /// `min_process_age`. If this client has, or if an earlier check of this client has succeeded,
     /// stores that fact on the server.
     ///
     /// The uptime that a server reports depends on its wall clock, which an administrator can
     /// change. Clients therefore measure the age on monotonic clocks, from the process's first
-    /// response. A client that has measured `min_uptime` stores this age on the server, for clients
-    /// that start later.
-    async fn verify_min_uptime(&self) -> Result<bool, BackendError> {
+    /// response. A client that has measured `min_process_age` stores this age on the server, for
+    /// clients that start later.
+    async fn verify_process_age(&self) -> Result<bool, BackendError> {
         let run_id = self.store.fetch_run_id().await?;
         let (age, is_verified) = {
             let mut observed = self.observed_process();
@@ -550,12 +550,12 @@ impl QuorumMaster {
         if is_verified {
             return Ok(true);
         }
-        // A process that has reached `min_uptime` once stays old enough.
-        if age >= self.min_uptime || self.had_min_uptime(&run_id) {
+        // A process that has reached `min_process_age` once stays old enough.
+        if age >= self.min_process_age || self.had_min_process_age(&run_id) {
             // Other clients read the stored age. If this write fails, they measure the full
-            // `min_uptime` themselves.
-            let _ = self.store.save_process_age(&run_id, self.min_uptime).await;
-        } else if self.store.load_process_age(&run_id).await? < self.min_uptime {
+            // `min_process_age` themselves.
+            let _ = self.store.save_process_age(&run_id, self.min_process_age).await;
+        } else if self.store.load_process_age(&run_id).await? < self.min_process_age {
             return Ok(false);
         }
         if let Some(process) =
@@ -568,7 +568,7 @@ impl QuorumMaster {
         Ok(true)
     }
 
-    fn had_min_uptime(&self, run_id: &str) -> bool {
+    fn had_min_process_age(&self, run_id: &str) -> bool {
         self.observed_process()
             .as_ref()
             .is_some_and(|process| process.run_id == run_id && process.verified_until.is_some())
@@ -583,13 +583,13 @@ impl QuorumMaster {
         claim: &Claim,
         round_state: &RoundState,
     ) -> Result<AcquireResult, BackendError> {
-        if !self.min_uptime.is_zero() && !self.verify_min_uptime().await? {
+        if !self.min_process_age.is_zero() && !self.verify_process_age().await? {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
                 format!(
                     "redis: no client has observed this server process for restart_guard ({:?}), so the server may \
                      have restarted and lost its data; it grants locks after that time",
-                    self.min_uptime
+                    self.min_process_age
                 ),
             )
             .with_address(self.name())

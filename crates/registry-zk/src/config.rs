@@ -413,7 +413,7 @@ impl ZkConfig {
             (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
             (Layout::Curator, None) => format!("{chroot}{root}"),
         };
-        Paths::new(base, self.layout).with_semaphore(self.is_semaphore())
+        Paths::new(base, self.layout).with_semaphore(self.is_curator_semaphore())
     }
 
     /// Returns whether claims may have other modes than exclusive.
@@ -433,13 +433,13 @@ impl ZkConfig {
     }
 
     /// Returns whether the recipe is that of Curator's semaphore.
-    pub(crate) fn is_semaphore(&self) -> bool {
+    pub(crate) fn is_curator_semaphore(&self) -> bool {
         self.naming == Naming::CuratorSemaphore
     }
 
     /// Returns whether the rights of created nodes include the right to write for some client. The
     /// configuration does not show whether this client is one of these clients.
-    fn may_write(&self) -> bool {
+    fn acl_grants_write(&self) -> bool {
         match &self.acl {
             Acl::Open | Acl::Creator => true,
             Acl::List(list) => list.iter().any(|acl| acl.permission().has(Permission::WRITE)),
@@ -475,7 +475,7 @@ impl ZkConfig {
             let problem = "is that of a recipe in Curator, which requires `layout=curator`";
             return Err(OptionError::new("naming", problem));
         }
-        if self.is_semaphore() && !self.may_write() {
+        if self.is_curator_semaphore() && !self.acl_grants_write() {
             return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
         // In the native layout, root `/` is refused. Otherwise, the namespaces could be children of
@@ -707,7 +707,7 @@ impl BackendConfig for ZkConfig {
             .with_verify_after(VERIFY_AFTER);
         let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
         let capabilities = match self.layout {
-            Layout::Native if self.may_write() => {
+            Layout::Native if self.acl_grants_write() => {
                 capabilities.with_shared().with_permits().with_upgradable().with_values()
             }
             Layout::Native => capabilities.with_shared().with_permits(),

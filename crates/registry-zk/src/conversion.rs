@@ -91,7 +91,7 @@ async fn run_conversion(
         let is_done = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {
                 delete_upgrade_request(session, state).await?;
-                return verify_own_node(session, state).await;
+                return conversion_of_existing_node(session, state).await;
             }
             // The request is late: the grant was upgraded after the request was sent, and its
             // holder relies on the upgrade.
@@ -384,7 +384,7 @@ pub(crate) async fn delete_upgrade_request(
 }
 
 /// Returns `Done` if the node of a claim that already has the requested mode exists, else `Lost`.
-async fn verify_own_node(
+async fn conversion_of_existing_node(
     session: &ZkSession,
     state: &ClaimState,
 ) -> Result<Conversion, BackendError> {

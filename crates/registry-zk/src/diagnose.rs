@@ -18,7 +18,7 @@ impl ZkBackend {
         session.confirm(ConfirmedBy::Majority).await?;
         let mut findings = Vec::new();
         let config = session.config();
-        if session.timeout() > SESSION_TIMEOUT_WARNING {
+        if session.timeout() > SESSION_TIMEOUT_NOTED_ABOVE {
             findings.push(Finding::note(format!(
                 "the session time-out is {:?}: the locks of a process that dies stay held for that time; lower the session time-out",
                 session.timeout()
@@ -81,4 +81,4 @@ async fn count_servers(session: &ZkSession) -> Result<Option<usize>, BackendErro
 
 /// The session time-out above which `doctor` reports a finding. A dead process keeps its locks for
 /// the session time-out.
-const SESSION_TIMEOUT_WARNING: Duration = Duration::from_secs(60);
+const SESSION_TIMEOUT_NOTED_ABOVE: Duration = Duration::from_secs(60);

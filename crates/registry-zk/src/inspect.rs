@@ -31,7 +31,7 @@ impl ZkBackend {
         key: Key,
     ) -> Result<Option<Vec<Holder>>, BackendError> {
         let dir = self.paths().node_path(&key);
-        if self.paths().is_semaphore() {
+        if self.paths().is_curator_semaphore() {
             return Ok(Some(semaphore::read_holders(session, &key, &dir).await?.holders));
         }
         Ok(read_holders(session, &dir).await?.map(|queue| queue.holders(&key)))
@@ -68,9 +68,9 @@ impl ZkBackend {
         session: &Arc<ZkSession>,
         key: Key,
     ) -> Result<Option<Vec<WaitingClaim>>, BackendError> {
-        let is_semaphore = self.paths().is_semaphore();
+        let is_curator_semaphore = self.paths().is_curator_semaphore();
         let queue = self.paths().queue_path(&key);
-        let names = if is_semaphore {
+        let names = if is_curator_semaphore {
             semaphore::read_waiting(session, &queue).await?
         } else {
             let Some(queue) = read_holders(session, &queue).await? else { return Ok(None) };
@@ -90,7 +90,7 @@ impl ZkBackend {
                     Err(Error::NoNode | Error::NoAuth) => continue,
                     Err(error) => return Err(to_backend_error(&error)),
                 };
-                let mode = if is_semaphore {
+                let mode = if is_curator_semaphore {
                     decode_semaphore_mode(&data)
                 } else {
                     decode_grant_or_exclusive(name, &data, &stat).mode
@@ -158,8 +158,8 @@ impl ZkBackend {
             return Ok(Vec::new());
         }
         let mut nested = read_children_or_empty(session, dir).await?;
-        let is_semaphore = self.paths().is_semaphore();
-        let is_of_semaphore = |name: &str| is_semaphore && [QUEUE, LEASES].contains(&name);
+        let is_curator_semaphore = self.paths().is_curator_semaphore();
+        let is_of_semaphore = |name: &str| is_curator_semaphore && [QUEUE, LEASES].contains(&name);
         nested.retain(|name| !is_contender(name) && !is_of_semaphore(name));
         nested.iter_mut().for_each(|name| *name = format!("{relative_path}/{name}"));
         Ok(nested)
@@ -169,7 +169,7 @@ impl ZkBackend {
         let session = self.sessions().get_or_open().await?;
         let dir = self.paths().node_path(key);
         for _ in 0..TRIES_MAX {
-            let paths: Vec<_> = if self.paths().is_semaphore() {
+            let paths: Vec<_> = if self.paths().is_curator_semaphore() {
                 semaphore::read_holders(&session, key, &dir).await?.paths
             } else {
                 let holders = read_holders(&session, &dir).await?.ok_or_else(queue_changed)?;

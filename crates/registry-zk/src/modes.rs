@@ -86,7 +86,7 @@ pub(crate) async fn find_blockers(
             QueuePosition::Granted => return Ok(Blockers::None),
             QueuePosition::UnitsMismatch(of) => return Ok(Blockers::UnitsMismatch(of)),
             QueuePosition::TooFewUnits => {
-                return Ok(Blockers::unread(units_before(&entries, mode)));
+                return Ok(Blockers::unread(entries_to_await(&entries, mode)));
             }
             QueuePosition::Behind(nearest) => nearest,
         };
@@ -133,7 +133,7 @@ impl Blocker {
 
 /// Returns the nearest entries whose units leave too few for a claim of this mode. The claim is not
 /// granted before one of these entries is removed.
-fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
+fn entries_to_await(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
     let ClaimMode::Permits { take, of } = mode else { return Vec::new() };
     let mut free = u64::from(of);
     let mut indexes = Vec::new();

@@ -173,8 +173,8 @@ pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, Back
     }
 }
 
-pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
-    FencingToken::try_from(czxid).ok()
+pub(crate) fn fencing_token(zxid: i64) -> Option<FencingToken> {
+    FencingToken::try_from(zxid).ok()
 }
 
 /// Returns the error of a transaction id that is not a valid token.

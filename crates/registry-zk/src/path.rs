@@ -14,29 +14,29 @@ pub(crate) struct Paths {
     base: String,
     layout: Layout,
     /// True for the recipe of Curator's semaphore, in which the queue is a child of the key's node.
-    is_semaphore: bool,
+    is_curator_semaphore: bool,
 }
 
 impl Paths {
     pub(crate) fn new(base: String, layout: Layout) -> Self {
-        Self { base, layout, is_semaphore: false }
+        Self { base, layout, is_curator_semaphore: false }
     }
 
     /// Sets whether the paths follow the recipe of Curator's semaphore.
-    pub(crate) fn with_semaphore(mut self, is_semaphore: bool) -> Self {
-        self.is_semaphore = is_semaphore;
+    pub(crate) fn with_semaphore(mut self, is_curator_semaphore: bool) -> Self {
+        self.is_curator_semaphore = is_curator_semaphore;
         self
     }
 
     /// Returns whether a key's node has the children of Curator's semaphore.
-    pub(crate) fn is_semaphore(&self) -> bool {
-        self.is_semaphore
+    pub(crate) fn is_curator_semaphore(&self) -> bool {
+        self.is_curator_semaphore
     }
 
     /// Returns the node whose children contend for `key`.
     pub(crate) fn queue_path(&self, key: &Key) -> String {
         let node = self.node_path(key);
-        if self.is_semaphore { format!("{node}/{QUEUE}") } else { node }
+        if self.is_curator_semaphore { format!("{node}/{QUEUE}") } else { node }
     }
 
     /// Returns the parent of all keys.
@@ -88,13 +88,17 @@ impl Paths {
         match self.layout {
             Layout::Native => Ok(()),
             Layout::Curator => {
-                check_curator_key(key.as_str(), self.base.is_empty(), self.is_semaphore)
+                check_curator_key(key.as_str(), self.base.is_empty(), self.is_curator_semaphore)
             }
         }
     }
 }
 
-fn check_curator_key(key: &str, base_is_root: bool, is_semaphore: bool) -> Result<(), InvalidKey> {
+fn check_curator_key(
+    key: &str,
+    base_is_root: bool,
+    is_curator_semaphore: bool,
+) -> Result<(), InvalidKey> {
     if key.chars().any(|c| !is_path_char(c)) {
         return Err(InvalidKey::layout(
             "it contains a character that ZooKeeper does not allow in paths",
@@ -122,7 +126,7 @@ fn check_curator_key(key: &str, base_is_root: bool, is_semaphore: bool) -> Resul
                  key's lock",
             ));
         }
-        if n > 0 && is_semaphore && segment == LEASES {
+        if n > 0 && is_curator_semaphore && segment == LEASES {
             return Err(InvalidKey::layout(
                 "a segment after `/` is `leases`, like the node that contains the parent key's permits",
             ));

@@ -331,7 +331,7 @@ impl WatchBudget {
     pub(crate) const TOTAL_MAX: usize = 120 * 1024;
     /// The limit for all watches together when a held lock adds its watch. The rest of the budget
     /// remains for waiters.
-    pub(crate) const HELD_MAX: usize = 96 * 1024;
+    pub(crate) const TOTAL_MAX_FOR_HELD: usize = 96 * 1024;
 
     /// Reserves the bytes of `path`. Returns `None` if the total would exceed `max`.
     pub(crate) fn reserve(&self, path: &str, max: usize) -> Option<WatchReservation> {

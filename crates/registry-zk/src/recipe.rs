@@ -135,8 +135,8 @@ async fn run_step(
     claim: &Claim,
 ) -> Result<Step, BackendError> {
     settle_node(session, entry, state, claim).await?;
-    let is_semaphore = session.config().is_semaphore();
-    if is_semaphore && semaphore::has_left_queue(entry, state) {
+    let is_curator_semaphore = session.config().is_curator_semaphore();
+    if is_curator_semaphore && semaphore::has_left_queue(entry, state) {
         if semaphore::units_exist(session, state).await? {
             return grant(session, state, claim).map(Step::Done);
         }
@@ -163,11 +163,11 @@ async fn run_step(
     };
     let before = &queue.names()[..own_index];
     // The queue of Curator's semaphore is that of an exclusive lock.
-    let mode = if is_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
+    let mode = if is_curator_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
     let (dir, watched) = (&entry.dir, state.watched_blockers.as_ref());
     let keeps_entry = keeps_entry(session, claim);
     match modes::find_blockers(session, dir, before, mode, watched, keeps_entry).await? {
-        Blockers::None if is_semaphore => {
+        Blockers::None if is_curator_semaphore => {
             let attempt = semaphore::try_acquire(session, entry, state, claim, keeps_entry).await?;
             match attempt {
                 SemaphoreAttempt::Granted => grant(session, state, claim).map(Step::Done),
@@ -234,7 +234,7 @@ async fn wait_or_withdraw(
         return Ok(Step::QueueChanged);
     }
     if !keeps_entry(session, claim) {
-        if session.config().is_semaphore()
+        if session.config().is_curator_semaphore()
             && semaphore::wait_for_predecessor(session, entry, claim, before, blockers).await?
         {
             return Ok(Step::QueueChanged);
@@ -269,7 +269,7 @@ async fn create_node(
     // The names of the nodes in Curator's semaphore do not contain the number of units, so the data
     // states it.
     let is_permit = matches!(claim.mode(), ClaimMode::Permits { .. });
-    let stated_mode = (session.config().is_semaphore() && is_permit).then(|| claim.mode());
+    let stated_mode = (session.config().is_curator_semaphore() && is_permit).then(|| claim.mode());
     let data = encode_node_data(claim, stated_mode, None);
     let created = create_sequential(session, &entry.dir, &prefix, &data).await?;
     let CreatedNode { path, czxid, listed } = match created {
@@ -318,7 +318,7 @@ async fn resolve_creation(
         Err(error) => return Err(to_backend_error(&error).as_unknown()),
     };
     state.clear_node();
-    if session.config().is_semaphore() {
+    if session.config().is_curator_semaphore() {
         semaphore::resolve_units(session, entry, state, claim).await?;
     }
     for name in claim_nodes(&children, claim, session.config().naming) {
@@ -511,7 +511,7 @@ async fn verify_own_node(
     }
     let client = session.client();
     let reservation = if watched.is_none() {
-        session.watch_budget().reserve(&node.path, WatchBudget::HELD_MAX)
+        session.watch_budget().reserve(&node.path, WatchBudget::TOTAL_MAX_FOR_HELD)
     } else {
         None
     };
@@ -580,11 +580,11 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
     let names = queue.names();
-    if session.config().is_semaphore() && names.is_empty() {
+    if session.config().is_curator_semaphore() && names.is_empty() {
         return semaphore::wait_for_units(session, dir, claim).await;
     }
     let found = match claim.mode() {
-        _ if session.config().is_semaphore() => modes::find_head(names),
+        _ if session.config().is_curator_semaphore() => modes::find_head(names),
         // An exclusive claim is not granted while the first node of the queue exists.
         ClaimMode::Exclusive => modes::find_head(names),
         mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
@@ -639,7 +639,7 @@ async fn search_and_release(
         Err(error) => return Err(to_backend_error(&error)),
     };
     let mut release = Release::NotHeld;
-    if session.config().is_semaphore() {
+    if session.config().is_curator_semaphore() {
         for unit in semaphore::find_units(session, dir, claim.id()).await? {
             if delete(session, &unit).await? {
                 release = Release::Freed;
@@ -651,7 +651,8 @@ async fn search_and_release(
     if names.is_empty() {
         return Ok(release);
     }
-    let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
+    let holders = if session.config().is_curator_semaphore() && claim.mode() != ClaimMode::Exclusive
+    {
         // In Curator's semaphore, a node of the queue holds no units. The nodes of the units are
         // elsewhere.
         QueueSnapshot::default()

@@ -968,7 +968,7 @@ async fn keep_alive(
 
 /// The path bytes up to which a session can watch every node that it needs: the node of every held
 /// lock and the predecessor of every waiter. See [`WatchBudget`].
-const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
+const WATCHED_BYTES_MAX: usize = WatchBudget::TOTAL_MAX_FOR_HELD;
 
 /// How long an acquisition waits for a session that is opened only to watch more nodes.
 const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);

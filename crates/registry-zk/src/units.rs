@@ -31,7 +31,7 @@ pub(crate) fn refuse_too_many_units(
     queue: &str,
 ) -> Result<(), BackendError> {
     let ClaimMode::Permits { take, of } = claim.mode() else { return Ok(()) };
-    if !config.is_semaphore() {
+    if !config.is_curator_semaphore() {
         return Ok(());
     }
     let path_bytes = |mode| node_bytes(queue, claim.id(), config.naming, QueuedEntry::Claim(mode));

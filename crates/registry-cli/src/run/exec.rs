@@ -1,6 +1,6 @@
 //! The hidden subcommand `__exec`: executes the command of `run` or `elect` in its own process.
-//! Before the exec, it waits until the command may start. On Linux, it also sets a death signal: the
-//! kernel sends SIGTERM to the command when `lockreg` dies.
+//! Before the exec, it waits until the command may start. On Linux, it also sets a death signal:
+//! the kernel sends SIGTERM to the command when `lockreg` dies.
 //!
 //! Without this subcommand, `lockreg` would need `unsafe` code between fork and exec.
 

@@ -49,7 +49,7 @@ pub(crate) enum Recording {
 }
 
 impl OnceCommand {
-    pub(crate) fn check(args: &OnceArgs) -> Result<Option<Self>, CliError> {
+    pub(crate) fn from_args(args: &OnceArgs) -> Result<Option<Self>, CliError> {
         let schedule = match (args.once_per, &args.tick) {
             (Some(period), _) => Schedule::Period(period),
             (None, Some(tick)) => Schedule::Tick(parse_tick(tick)?),

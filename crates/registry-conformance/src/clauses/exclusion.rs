@@ -16,7 +16,7 @@ use crate::harness::RemoteLock;
 /// While a claim holds a key, other claims of the same client for this key are busy.
 pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext) {
     let client = context.client().await;
-    let first = context.held_claim(&*client, context.long_lease()).await;
+    let first = context.acquire_with_lease(&*client, context.long_lease()).await;
     for _ in 0..3 {
         assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
@@ -27,10 +27,10 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext)
 /// the other client acquires the key, and the first client is busy.
 pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_claim(&*first, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*first, context.long_lease()).await;
     assert_busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
     assert_freed(&*first, &holder).await;
-    let next = context.held_claim(&*second, context.long_lease()).await;
+    let next = context.acquire_with_lease(&*second, context.long_lease()).await;
     assert_busy(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
     assert_freed(&*second, &next).await;
 }

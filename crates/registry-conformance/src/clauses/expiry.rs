@@ -62,7 +62,7 @@ pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext
 /// successor's grant is unaffected.
 pub async fn an_expired_claim_does_not_affect_its_successor(context: &TestContext) {
     let (former, successor) = (context.client().await, context.client().await);
-    let expired = context.held_claim(&*former, context.short_lease()).await;
+    let expired = context.acquire_with_lease(&*former, context.short_lease()).await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*successor, &claim).await;
     assert_eq!(renew(&*former, &expired).await, Renewal::Gone);
@@ -78,7 +78,7 @@ pub async fn an_expired_claim_does_not_affect_its_successor(context: &TestContex
 /// `retry_after` of a busy answer is at most the holder's lease plus one second.
 pub async fn retry_after_is_at_most_the_lease_plus_one_second(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.short_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.short_lease()).await;
     if let Attempt::Busy(busy) =
         attempt(&*client, &Claim::new(key("orders:42"), context.long_lease())).await
     {

@@ -41,7 +41,7 @@ pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &Test
 /// even if no claim holds the key.
 pub async fn a_claim_that_does_not_queue_does_not_overtake(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let waiter = queueing_claim(context, ClaimMode::Exclusive);
     assert_busy(&*second, &waiter).await;
     assert_freed(&*first, &holder).await;
@@ -60,7 +60,7 @@ pub async fn a_claim_that_does_not_queue_does_not_overtake(context: &TestContext
 /// next waiter is then first.
 pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let dead = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     assert_busy(&*second, &dead).await;
     let next = queueing_claim(context, ClaimMode::Exclusive);
@@ -77,7 +77,7 @@ pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) 
 /// A waiter that repeats its attempt within its lease keeps its place for more than two leases.
 pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let waiter = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     assert_busy(&*second, &waiter).await;
     let behind = queueing_claim(context, ClaimMode::Exclusive);
@@ -99,7 +99,7 @@ pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestCon
 /// The released waiter can join again, at the end.
 pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let waiters: Vec<_> = (0..4).map(|_| queueing_claim(context, ClaimMode::Exclusive)).collect();
     for waiter in &waiters {
         assert_busy(&*second, waiter).await;
@@ -139,7 +139,7 @@ pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
 /// A forced release ends the grant and leaves the queue unchanged. `inspect` returns no waiters.
 pub async fn a_forced_release_keeps_the_queue(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    context.held_in(&*first, ClaimMode::Exclusive).await;
+    context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let waiters = [(); 2].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
         assert_busy(&*second, waiter).await;
@@ -160,7 +160,7 @@ pub async fn a_forced_release_keeps_the_queue(context: &TestContext) {
 /// first waiter is released instead of granted, the `wait` of the next one ends.
 pub async fn the_next_waiter_is_woken(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let waiters = [(); 3].map(|()| queueing_claim(context, ClaimMode::Exclusive));
     for waiter in &waiters {
         assert_busy(&*second, waiter).await;
@@ -182,7 +182,7 @@ pub async fn the_next_waiter_is_woken(context: &TestContext) {
 /// together.
 pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     let early = [(); 2].map(|()| queueing_claim(context, ClaimMode::Shared));
     let writer = queueing_claim(context, ClaimMode::Exclusive);
     let late = [(); 2].map(|()| queueing_claim(context, ClaimMode::Shared));
@@ -213,7 +213,7 @@ pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &T
 pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) {
     let permit = |take| ClaimMode::Permits { take, of: 3 };
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_in(&*first, permit(2)).await;
+    let holder = context.acquire_in(&*first, permit(2)).await;
     let three = queueing_claim(context, permit(3));
     assert!(assert_busy(&*second, &three).await.is_queued, "the waiter has no place");
     let one = queueing_claim(context, permit(1));
@@ -224,7 +224,7 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
     assert_granted(&*second, &three).await;
     assert_freed(&*second, &three).await;
     assert_granted(&*first, &one).await;
-    let last = context.held_in(&*second, permit(2)).await;
+    let last = context.acquire_in(&*second, permit(2)).await;
     assert_freed(&*second, &last).await;
     assert_freed(&*first, &one).await;
 }
@@ -337,7 +337,7 @@ pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &Tes
 /// dead waiter lapses.
 pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestContext) {
     let (dead, waiting) = (context.client().await, context.registry().await);
-    let holder = context.held_in(&*dead, ClaimMode::Exclusive).await;
+    let holder = context.acquire_in(&*dead, ClaimMode::Exclusive).await;
     let dead_waiter =
         queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
     assert_busy(&*dead, &dead_waiter).await;

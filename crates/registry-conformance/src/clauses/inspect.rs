@@ -46,7 +46,7 @@ pub async fn labels_are_returned_unchanged(context: &TestContext) {
         assert_eq!(holder.label.unwrap_or_default(), label);
         assert_freed(&*client, &claim).await;
     }
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
     assert_eq!(holder.label, None, "a holder without a label has one");
     assert_freed(&*client, &claim).await;
@@ -77,10 +77,10 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
 pub async fn inspect_returns_no_holder_of_a_free_key(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_freed(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
-    let claim = context.held_claim(&*client, context.short_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
     assert_eq!(admin(&*client).list().await.expect("list answers"), []);
@@ -94,7 +94,7 @@ pub async fn inspection_neither_locks_nor_extends(context: &TestContext) {
         admin(&*client).list().await.expect("list answers");
     }
     assert!(is_free(&*client, &key("orders:42")).await);
-    let claim = context.held_claim(&*client, context.short_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.short_lease()).await;
     // `wait_until_expired` calls `inspect` repeatedly, which must not extend the grant.
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
@@ -149,9 +149,9 @@ pub async fn a_holder_named_in_a_busy_answer_is_the_current_one(context: &TestCo
 /// `force_release` through another client returns `Freed`, and the key can be acquired at once.
 pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
     let (holding, operator) = (context.client().await, context.client().await);
-    context.held_claim(&*holding, context.long_lease()).await;
+    context.acquire_with_lease(&*holding, context.long_lease()).await;
     assert_eq!(force_release(&*operator, "orders:42").await, Release::Freed);
-    let next = context.held_claim(&*holding, context.long_lease()).await;
+    let next = context.acquire_with_lease(&*holding, context.long_lease()).await;
     assert_freed(&*holding, &next).await;
 }
 
@@ -159,11 +159,11 @@ pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
 /// `NotHeld`. The results do not change once the next claim is granted, and that claim stays held.
 pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
     let client = context.client().await;
-    let broken = context.held_claim(&*client, context.long_lease()).await;
+    let broken = context.acquire_with_lease(&*client, context.long_lease()).await;
     force_release(&*client, "orders:42").await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
-    let next = context.held_claim(&*client, context.long_lease()).await;
+    let next = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
     assert_freed(&*client, &next).await;
@@ -173,7 +173,7 @@ pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
 pub async fn a_forced_release_of_a_free_key_frees_nothing(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_eq!(force_release(&*client, "orders:43").await, Release::NotHeld);
     assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     assert_freed(&*client, &claim).await;
@@ -211,7 +211,7 @@ pub async fn namespaces_share_no_locks(context: &TestContext) {
 /// `list`, `inspect` and `force_release` do not reach the keys of another namespace.
 pub async fn inspection_and_forced_release_do_not_cross_namespaces(context: &TestContext) {
     let (local, remote) = (context.client().await, context.other_namespace().await);
-    let claim = context.held_claim(&*local, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*local, context.long_lease()).await;
     assert_eq!(admin(&*remote).list().await.expect("list answers"), []);
     assert_eq!(inspect(&*remote, "orders:42").await, None);
     assert_eq!(force_release(&*remote, "orders:42").await, Release::NotHeld);

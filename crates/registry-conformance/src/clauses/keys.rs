@@ -9,7 +9,7 @@ use registry_core::{
 use tokio::time::Instant;
 
 use crate::context::{
-    TestContext, admin, assert_busy, assert_freed, assert_granted, is_free, key, release,
+    TestContext, admin, assert_busy, assert_freed, assert_granted, is_free, key, release, renew_all,
 };
 use crate::faulty::Faults;
 
@@ -100,10 +100,8 @@ async fn renew_if_due(client: &dyn LockBackend, claims: &[Claim], renewed_at: &m
         return;
     }
     *renewed_at = Instant::now();
-    for batch in claims.chunks(client.capabilities().renewal.batch_max.max(1)) {
-        for renewal in client.renew(batch).await {
-            assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
-        }
+    for renewal in renew_all(client, claims).await {
+        assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
     }
 }
 

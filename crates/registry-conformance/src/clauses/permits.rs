@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::context::{
     CriticalSection, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
-    attempt, is_free, key, release, renew, unlock,
+    attempt, is_free, key, release, renew, renew_all, unlock,
 };
 use crate::faulty::{Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
@@ -28,14 +28,14 @@ pub async fn permits_are_granted_until_all_units_are_taken(context: &TestContext
     let mut permits = Vec::new();
     for (n, take) in [1, 2, 1].into_iter().enumerate() {
         let client = &clients[n % 2];
-        permits.push((client, context.held_in(&**client, permit(take, 4)).await));
+        permits.push((client, context.acquire_in(&**client, permit(take, 4)).await));
     }
     for client in &clients {
         assert_busy(&**client, &context.claim(permit(1, 4))).await;
     }
     let (client, released) = &permits[2];
     assert_freed(&***client, released).await;
-    let next = context.held_in(&*clients[1], permit(1, 4)).await;
+    let next = context.acquire_in(&*clients[1], permit(1, 4)).await;
     assert_busy(&*clients[0], &context.claim(permit(1, 4))).await;
     assert_freed(&*clients[1], &next).await;
     for (client, permit) in &permits[..2] {
@@ -48,19 +48,19 @@ pub async fn permits_are_granted_until_all_units_are_taken(context: &TestContext
 /// exactly the free units is granted.
 pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let held = context.held_in(&*first, permit(3, 5)).await;
+    let held = context.acquire_in(&*first, permit(3, 5)).await;
     for take in [3, 4, 5] {
         let busy = assert_busy(&*second, &context.claim(permit(take, 5))).await;
         assert!(!busy.is_queued, "a claim that skips the queue has a place: {busy:?}");
         assert_eq!(busy.units_in_store, None);
     }
-    let fitting = context.held_in(&*second, permit(2, 5)).await;
+    let fitting = context.acquire_in(&*second, permit(2, 5)).await;
     assert_busy(&*second, &context.claim(permit(1, 5))).await;
     assert_freed(&*first, &held).await;
-    let three = context.held_in(&*first, permit(3, 5)).await;
+    let three = context.acquire_in(&*first, permit(3, 5)).await;
     assert_freed(&*first, &three).await;
     assert_freed(&*second, &fitting).await;
-    let all = context.held_in(&*second, permit(5, 5)).await;
+    let all = context.acquire_in(&*second, permit(5, 5)).await;
     assert_busy(&*first, &context.claim(permit(1, 5))).await;
     assert_freed(&*second, &all).await;
 }
@@ -121,12 +121,12 @@ pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
         let again = assert_granted(&*client, &held).await;
         assert!(!context.capabilities().fencing || again.token == token, "{again:?}");
     }
-    let other = context.held_in(&*client, permit(2, 4)).await;
+    let other = context.acquire_in(&*client, permit(2, 4)).await;
     assert_granted(&*client, &held).await;
     assert_freed(&*client, &held).await;
     assert_eq!(release(&*client, &held).await, Release::NotHeld);
     assert_busy(&*client, &context.claim(permit(3, 4))).await;
-    let next = context.held_in(&*client, permit(2, 4)).await;
+    let next = context.acquire_in(&*client, permit(2, 4)).await;
     assert_freed(&*client, &next).await;
     assert_freed(&*client, &other).await;
 }
@@ -134,14 +134,14 @@ pub async fn a_repeated_permit_takes_its_units_once(context: &TestContext) {
 /// A permit with a short lease expires and frees its units. Permits with long leases stay held.
 pub async fn each_permit_expires_by_itself(context: &TestContext) {
     let client = context.client().await;
-    let long = context.held_in(&*client, permit(2, 5)).await;
+    let long = context.acquire_in(&*client, permit(2, 5)).await;
     let short = context.claim(permit(3, 5)).with_lease(context.short_lease());
     assert_granted(&*client, &short).await;
     context.wait_until_expired_alongside(&*client, &short, 1).await;
     assert_eq!(renew(&*client, &short).await, Renewal::Gone);
     assert_eq!(release(&*client, &short).await, Release::NotHeld);
     assert_busy(&*client, &context.claim(permit(4, 5))).await;
-    let next = context.held_in(&*client, permit(3, 5)).await;
+    let next = context.acquire_in(&*client, permit(3, 5)).await;
     assert_renewed(&*client, &long).await;
     assert_freed(&*client, &next).await;
     assert_freed(&*client, &long).await;
@@ -166,15 +166,15 @@ pub async fn a_renewal_extends_only_its_own_permit(context: &TestContext) {
 pub async fn a_release_returns_its_own_units(context: &TestContext) {
     let client = context.client().await;
     let permits = [
-        context.held_in(&*client, permit(1, 6)).await,
-        context.held_in(&*client, permit(2, 6)).await,
-        context.held_in(&*client, permit(3, 6)).await,
+        context.acquire_in(&*client, permit(1, 6)).await,
+        context.acquire_in(&*client, permit(2, 6)).await,
+        context.acquire_in(&*client, permit(3, 6)).await,
     ];
     assert_eq!(release(&*client, &context.claim(permit(3, 6))).await, Release::NotHeld);
     assert_busy(&*client, &context.claim(permit(1, 6))).await;
     assert_freed(&*client, &permits[1]).await;
     assert_busy(&*client, &context.claim(permit(3, 6))).await;
-    let next = context.held_in(&*client, permit(2, 6)).await;
+    let next = context.acquire_in(&*client, permit(2, 6)).await;
     for held in [&permits[0], &permits[2], &next] {
         assert_renewed(&*client, held).await;
         assert_freed(&*client, held).await;
@@ -186,7 +186,7 @@ pub async fn a_release_returns_its_own_units(context: &TestContext) {
 /// no permit is held, such a claim is granted.
 pub async fn a_different_total_of_units_is_busy_with_the_total_in_the_store(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let held = context.held_in(&*first, permit(1, 5)).await;
+    let held = context.acquire_in(&*first, permit(1, 5)).await;
     for of in [1, 4, 6] {
         for queueing in [Queueing::Skip, Queueing::ExclusiveIntent, Queueing::Join] {
             let other = context.claim(permit(1, of)).with_queueing(queueing);
@@ -194,10 +194,10 @@ pub async fn a_different_total_of_units_is_busy_with_the_total_in_the_store(cont
             assert_eq!(busy.units_in_store, Some(5), "{busy:?}");
         }
     }
-    let same = context.held_in(&*second, permit(4, 5)).await;
+    let same = context.acquire_in(&*second, permit(4, 5)).await;
     assert_freed(&*second, &same).await;
     assert_freed(&*first, &held).await;
-    let other = context.held_in(&*second, permit(2, 4)).await;
+    let other = context.acquire_in(&*second, permit(2, 4)).await;
     assert_eq!(assert_busy(&*first, &context.claim(permit(1, 5))).await.units_in_store, Some(4));
     assert_freed(&*second, &other).await;
 }
@@ -205,10 +205,10 @@ pub async fn a_different_total_of_units_is_busy_with_the_total_in_the_store(cont
 /// Permits and exclusive claims exclude each other on one key.
 pub async fn permits_and_writers_exclude_each_other(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let held = context.held_in(&*first, permit(1, 3)).await;
+    let held = context.acquire_in(&*first, permit(1, 3)).await;
     assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
     assert_freed(&*first, &held).await;
-    let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
+    let writer = context.acquire_in(&*second, ClaimMode::Exclusive).await;
     let busy = assert_busy(&*first, &context.claim(permit(1, 3))).await;
     assert_eq!(busy.units_in_store, None, "an exclusive claim states no units");
     assert_freed(&*second, &writer).await;
@@ -223,10 +223,10 @@ pub async fn permits_and_readers_exclude_each_other(context: &TestContext) {
         modes.push(ClaimMode::Upgradable);
     }
     for mode in modes {
-        let held = context.held_in(&*first, permit(1, 3)).await;
+        let held = context.acquire_in(&*first, permit(1, 3)).await;
         assert_busy(&*second, &context.claim(mode)).await;
         assert_freed(&*first, &held).await;
-        let reader = context.held_in(&*second, mode).await;
+        let reader = context.acquire_in(&*second, mode).await;
         assert_busy(&*first, &context.claim(permit(1, 3))).await;
         assert_freed(&*second, &reader).await;
     }
@@ -235,7 +235,7 @@ pub async fn permits_and_readers_exclude_each_other(context: &TestContext) {
 /// A waiting exclusive claim blocks new permits, and is granted after the last permit ends.
 pub async fn a_waiting_writer_blocks_new_permits(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let held = context.held_in(&*first, permit(1, 3)).await;
+    let held = context.acquire_in(&*first, permit(1, 3)).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
     assert!(assert_busy(&*second, &writer).await.is_queued, "the waiting writer has no place");
     assert_busy(&*first, &context.claim(permit(1, 3))).await;
@@ -243,7 +243,7 @@ pub async fn a_waiting_writer_blocks_new_permits(context: &TestContext) {
     assert_busy(&*first, &context.claim(permit(1, 3))).await;
     assert_granted(&*second, &writer).await;
     assert_freed(&*second, &writer).await;
-    let next = context.held_in(&*first, permit(1, 3)).await;
+    let next = context.acquire_in(&*first, permit(1, 3)).await;
     assert_freed(&*first, &next).await;
 }
 
@@ -264,7 +264,7 @@ pub async fn units_of_different_keys_are_counted_separately(context: &TestContex
         )
         .await;
     }
-    let answers = client.renew(&claims).await;
+    let answers = renew_all(&*client, &claims).await;
     assert!(answers.iter().all(|answer| matches!(answer, Ok(Renewal::Renewed(_)))), "{answers:?}");
     for claim in &claims {
         assert_freed(&*client, claim).await;
@@ -297,9 +297,9 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
 /// if the release comes before the `wait`.
 pub async fn a_released_unit_wakes_a_claim_for_one_unit(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let kept = context.held_in(&*first, permit(2, 3)).await;
+    let kept = context.acquire_in(&*first, permit(2, 3)).await;
     for during in [false, true] {
-        let held = context.held_in(&*first, permit(1, 3)).await;
+        let held = context.acquire_in(&*first, permit(1, 3)).await;
         let waiting_claim = context.claim(permit(1, 3));
         let busy = assert_busy(&*second, &waiting_claim).await;
         let wait = timeout(context.max_wait(), second.wait(&waiting_claim, &busy));
@@ -324,7 +324,7 @@ pub async fn a_claim_for_three_units_is_woken_when_the_third_is_released(context
     let (first, second) = (context.client().await, context.client().await);
     let mut held = Vec::new();
     for _ in 0..4 {
-        held.push(context.held_in(&*first, permit(1, 4)).await);
+        held.push(context.acquire_in(&*first, permit(1, 4)).await);
     }
     let waiting_claim = context.claim(permit(3, 4));
     let releases = async {
@@ -359,7 +359,7 @@ pub async fn inspect_returns_the_units_of_each_permit(context: &TestContext) {
     let modes = [permit(2, 7), permit(1, 7), permit(4, 7)];
     let mut permits = Vec::new();
     for (mode, client) in modes.into_iter().zip([&first, &second, &first]) {
-        permits.push((client, context.held_in(&**client, mode).await));
+        permits.push((client, context.acquire_in(&**client, mode).await));
     }
     let modes_of =
         |holders: Vec<Holder>| holders.iter().map(|holder| holder.mode).collect::<Vec<_>>();
@@ -375,8 +375,8 @@ pub async fn inspect_returns_the_units_of_each_permit(context: &TestContext) {
 pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let permits = [
-        context.held_in(&*first, permit(1, 3)).await,
-        context.held_in(&*first, permit(2, 3)).await,
+        context.acquire_in(&*first, permit(1, 3)).await,
+        context.acquire_in(&*first, permit(2, 3)).await,
     ];
     let freed_by_force = admin(&*second).force_release(&key("orders:42")).await;
     assert_eq!(freed_by_force.expect("force_release answers"), Release::Freed);
@@ -384,7 +384,7 @@ pub async fn a_forced_release_ends_all_permits(context: &TestContext) {
         assert_eq!(renew(&*first, permit).await, Renewal::Gone);
         assert_eq!(release(&*first, permit).await, Release::NotHeld);
     }
-    let all = context.held_in(&*second, permit(3, 3)).await;
+    let all = context.acquire_in(&*second, permit(3, 3)).await;
     assert_freed(&*second, &all).await;
 }
 

@@ -11,9 +11,9 @@ use crate::faulty::{Fault, Faults, Operation};
 pub async fn a_released_key_is_free_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..10 {
-        let claim = context.held_claim(&*first, context.long_lease()).await;
+        let claim = context.acquire_with_lease(&*first, context.long_lease()).await;
         assert_freed(&*first, &claim).await;
-        let next = context.held_claim(&*second, context.long_lease()).await;
+        let next = context.acquire_with_lease(&*second, context.long_lease()).await;
         assert_freed(&*second, &next).await;
     }
 }
@@ -22,7 +22,7 @@ pub async fn a_released_key_is_free_at_once(context: &TestContext) {
 /// whose reply was lost.
 pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_eq!(release(&*client, &claim).await, Release::Freed);
     for _ in 0..3 {
         assert_eq!(release(&*client, &claim).await, Release::NotHeld);
@@ -58,7 +58,7 @@ pub async fn releasing_a_claim_that_was_never_granted_returns_not_held(context: 
 /// the key held.
 pub async fn releasing_another_claim_does_not_free_the_key(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = context.held_claim(&*first, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*first, context.long_lease()).await;
     let other_claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(release(&*second, &other_claim).await, Release::NotHeld);
     assert_eq!(release(&*first, &other_claim).await, Release::NotHeld);
@@ -83,7 +83,7 @@ pub async fn a_late_release_does_not_free_the_successor(context: &TestContext) {
 /// Releasing a claim's id under another key returns `NotHeld` and leaves the claim's own key held.
 pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     let other_key = Claim::new(key("orders:43"), context.long_lease()).with_id(claim.id());
     assert_eq!(release(&*client, &other_key).await, Release::NotHeld);
     assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -94,7 +94,7 @@ pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
 /// the token block of the release may differ from those of the acquire.
 pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = context.held_claim(&*first, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*first, context.long_lease()).await;
     // In a release, the engine sends the number of used tokens, and the lease of the acquire even
     // after an extension.
     assert_freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7))
@@ -106,7 +106,7 @@ pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
 /// after its own release.
 pub async fn a_claim_that_was_granted_after_its_release_is_released_again(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_freed(&*client, &claim).await;
     assert_granted(&*client, &claim).await;
     assert_freed(&*client, &claim).await;

@@ -1,6 +1,5 @@
 //! A renewal extends the lease of a held grant and has no other effect.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use registry_core::{Claim, LockBackend as _, LockError, LockOptions, Renewal};
@@ -8,14 +7,14 @@ use tokio::time::{Instant, sleep};
 
 use crate::context::{
     TestContext, assert_busy, assert_freed, assert_granted, assert_renewed, is_free, key, release,
-    renew,
+    renew, renew_all,
 };
 use crate::faulty::{Fault, Faults, Operation};
 
 /// A renewal with a longer lease extends the grant beyond its first lease.
 pub async fn a_renewal_extends_a_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.renewed_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.renewed_lease()).await;
     let left = assert_renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
     assert!(left > context.renewed_lease(), "{left:?} of {:?}", context.long_lease());
     sleep(context.renewed_lease() * 3 / 2).await;
@@ -26,7 +25,7 @@ pub async fn a_renewal_extends_a_grant(context: &TestContext) {
 /// A grant can be renewed through another client, because the claim id alone identifies the claim.
 pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = context.held_claim(&*first, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*first, context.long_lease()).await;
     assert_renewed(&*second, &claim).await;
     assert_freed(&*first, &claim).await;
 }
@@ -35,7 +34,7 @@ pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
 /// out of order.
 pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_renewed(&*client, &claim.clone().with_lease(context.short_lease())).await;
     sleep(context.short_lease() * 2).await;
     assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -46,7 +45,7 @@ pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
 /// the key in the meantime.
 pub async fn a_renewal_does_not_revive_an_expired_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.short_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(
         renew(&*client, &claim.clone().with_lease(context.long_lease())).await,
@@ -59,7 +58,7 @@ pub async fn a_renewal_does_not_revive_an_expired_grant(context: &TestContext) {
 /// acquired and released the key.
 pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.short_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.short_lease()).await;
     let next = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
     assert_freed(&*client, &next).await;
@@ -74,7 +73,7 @@ pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &Tes
 /// release of its own claim.
 pub async fn a_renewal_does_not_revive_a_released_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_freed(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
@@ -92,7 +91,7 @@ pub async fn renewing_a_claim_that_was_never_granted_grants_nothing(context: &Te
 /// lease.
 pub async fn renewing_another_claim_does_not_extend_the_holders_lease(context: &TestContext) {
     let client = context.client().await;
-    context.held_claim(&*client, context.short_lease()).await;
+    context.acquire_with_lease(&*client, context.short_lease()).await;
     let other_claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(renew(&*client, &other_claim).await, Renewal::Gone);
     // If the renewal had extended the holder's lease, the key would stay held for the lease of
@@ -126,8 +125,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(context: &TestContex
     let mut batch = claims;
     batch.reverse();
     batch.swap(1, 8);
-    let answers = client.renew(&batch).await;
-    assert_eq!(answers.len(), batch.len(), "one answer for each claim");
+    let answers = renew_all(&*client, &batch).await;
     for (claim, answer) in batch.iter().zip(answers) {
         let n: usize =
             claim.key().as_str()["orders:n".len()..].parse().expect("the key ends in a number");
@@ -151,7 +149,7 @@ pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context
     }
     assert_freed(&*client, &batch[1]).await;
     batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(context.long_lease()));
-    client.renew(&batch).await;
+    renew_all(&*client, &batch).await;
     sleep(context.renewed_lease() * 3 / 2).await;
     for n in [0, 2] {
         assert_busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
@@ -167,9 +165,8 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
     let short = Claim::new(key("short"), context.renewed_lease());
     assert_granted(&*client, &long).await;
     assert_granted(&*client, &short).await;
-    for answer in
-        client.renew(&[long.clone().with_lease(context.long_lease()), short.clone()]).await
-    {
+    let batch = [long.clone().with_lease(context.long_lease()), short.clone()];
+    for answer in renew_all(&*client, &batch).await {
         assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
     }
     let next = Claim::new(key("short"), context.long_lease());
@@ -183,7 +180,7 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
 /// ms.
 pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.renewed_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.renewed_lease()).await;
     let before = Instant::now();
     let Renewal::Renewed(returned_lease) = renew(&*client, &claim).await else {
         panic!("{:?} is gone before its lease is over", claim.key());
@@ -214,19 +211,9 @@ pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
     for claim in claims.iter().step_by(100) {
         assert_granted(&*client, claim).await;
     }
-    let mut shards = BTreeMap::<u32, Vec<(usize, Claim)>>::new();
-    for (n, claim) in claims.iter().enumerate() {
-        shards.entry(client.shard(claim)).or_default().push((n, claim.clone()));
-    }
-    let batch_max = client.capabilities().renewal.batch_max.max(1);
-    for batch in shards.values().flat_map(|shard| shard.chunks(batch_max)) {
-        let batch_claims: Vec<_> = batch.iter().map(|(_, claim)| claim.clone()).collect();
-        let answers = client.renew(&batch_claims).await;
-        assert_eq!(answers.len(), batch.len(), "one answer for each claim");
-        for ((n, _), answer) in batch.iter().zip(answers) {
-            let held = matches!(answer.expect("the store answers"), Renewal::Renewed(_));
-            assert_eq!(held, n % 100 == 0, "orders:n{n}");
-        }
+    for (n, answer) in renew_all(&*client, &claims).await.into_iter().enumerate() {
+        let held = matches!(answer.expect("the store answers"), Renewal::Renewed(_));
+        assert_eq!(held, n % 100 == 0, "orders:n{n}");
     }
     for claim in claims.iter().step_by(100) {
         release(&*client, claim).await;

@@ -18,7 +18,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::context::{
     CriticalSection, TestContext, admin, assert_busy, assert_freed, assert_granted, assert_renewed,
-    attempt, is_free, key, release, renew, unlock,
+    attempt, is_free, key, release, renew, renew_all, unlock,
 };
 use crate::faulty::{Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
@@ -27,9 +27,9 @@ use crate::sweep::{SweepOutcome, sweep};
 pub async fn readers_of_two_clients_hold_together(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let readers = [
-        context.held_in(&*first, ClaimMode::Shared).await,
-        context.held_in(&*second, ClaimMode::Shared).await,
-        context.held_in(&*second, ClaimMode::Shared).await,
+        context.acquire_in(&*first, ClaimMode::Shared).await,
+        context.acquire_in(&*second, ClaimMode::Shared).await,
+        context.acquire_in(&*second, ClaimMode::Shared).await,
     ];
     assert_freed(&*second, &readers[1]).await;
     assert_freed(&*first, &readers[0]).await;
@@ -40,25 +40,25 @@ pub async fn readers_of_two_clients_hold_together(context: &TestContext) {
 /// While a reader holds a key, exclusive claims of its client and of other clients are busy.
 pub async fn a_reader_excludes_writers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     for client in [&first, &second] {
         assert_busy(&**client, &context.claim(ClaimMode::Exclusive)).await;
     }
     assert_freed(&*first, &reader).await;
-    let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
+    let writer = context.acquire_in(&*second, ClaimMode::Exclusive).await;
     assert_freed(&*second, &writer).await;
 }
 
 /// While an exclusive claim holds a key, shared claims of its client and of other clients are busy.
 pub async fn a_writer_excludes_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let writer = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let writer = context.acquire_in(&*first, ClaimMode::Exclusive).await;
     for client in [&first, &second] {
         let busy = assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
         assert!(!busy.is_queued, "a reader that skips the queue has a place");
     }
     assert_freed(&*first, &writer).await;
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     assert_freed(&*second, &reader).await;
 }
 
@@ -68,7 +68,7 @@ pub async fn a_writer_is_granted_after_the_last_reader(context: &TestContext) {
     let holding = |n: usize| if n.is_multiple_of(2) { &*first } else { &*second };
     let mut readers = Vec::new();
     for n in 0..3 {
-        readers.push(context.held_in(holding(n), ClaimMode::Shared).await);
+        readers.push(context.acquire_in(holding(n), ClaimMode::Shared).await);
     }
     let writer = context.claim(ClaimMode::Exclusive);
     for (n, reader) in readers.iter().enumerate() {
@@ -117,7 +117,7 @@ pub async fn concurrent_readers_and_writers_never_hold_together(context: &TestCo
 /// after the reader has released the key, and the reader can repeat its acquire until then.
 pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     let writer = enqueue_writer(context, &*second, context.long_lease()).await;
     for client in [&first, &second] {
         assert_busy(&**client, &context.claim(ClaimMode::Shared)).await;
@@ -129,7 +129,7 @@ pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
     assert_granted(&*second, &writer).await;
     assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
     assert_freed(&*second, &writer).await;
-    let next = context.held_in(&*first, ClaimMode::Shared).await;
+    let next = context.acquire_in(&*first, ClaimMode::Shared).await;
     assert_freed(&*first, &next).await;
 }
 
@@ -137,7 +137,7 @@ pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
 /// its lease. New readers can then hold the key next to the old one.
 pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     enqueue_writer(context, &*second, context.renewed_lease()).await;
     let next = context.claim(ClaimMode::Shared);
     assert_busy(&*second, &next).await;
@@ -152,7 +152,7 @@ pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestC
 /// than two leases.
 pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     let writer = enqueue_writer(context, &*second, context.renewed_lease()).await;
     for _ in 0..9 {
         sleep(context.renewed_lease() / 4).await;
@@ -167,11 +167,11 @@ pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: 
 /// Releasing a waiting exclusive claim returns `NotHeld`, and new readers are granted at once.
 pub async fn a_released_waiting_writer_lets_readers_in_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     let writer = enqueue_writer(context, &*second, context.long_lease()).await;
     assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
     assert_eq!(release(&*second, &writer).await, Release::NotHeld);
-    let next = context.held_in(&*first, ClaimMode::Shared).await;
+    let next = context.acquire_in(&*first, ClaimMode::Shared).await;
     assert_freed(&*first, &next).await;
     assert_freed(&*first, &reader).await;
     assert!(is_free(&*first, reader.key()).await, "a released claim holds the key");
@@ -180,11 +180,11 @@ pub async fn a_released_waiting_writer_lets_readers_in_at_once(context: &TestCon
 /// An exclusive claim that skips the queue and finds a reader blocks no new readers.
 pub async fn a_writer_that_does_not_wait_blocks_no_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     for _ in 0..3 {
         let busy = assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
         assert!(!busy.is_queued, "{busy:?}");
-        let next = context.held_in(&*second, ClaimMode::Shared).await;
+        let next = context.acquire_in(&*second, ClaimMode::Shared).await;
         assert_freed(&*second, &next).await;
     }
     assert_freed(&*first, &reader).await;
@@ -194,7 +194,7 @@ pub async fn a_writer_that_does_not_wait_blocks_no_readers(context: &TestContext
 /// A shared claim that is acquired three times is one grant with one token: one release ends it.
 pub async fn a_repeated_shared_acquire_is_one_grant(context: &TestContext) {
     let client = context.client().await;
-    let other = context.held_in(&*client, ClaimMode::Shared).await;
+    let other = context.acquire_in(&*client, ClaimMode::Shared).await;
     let reader = context.claim(ClaimMode::Shared);
     let token = assert_granted(&*client, &reader).await.token;
     for _ in 0..2 {
@@ -211,7 +211,7 @@ pub async fn a_repeated_shared_acquire_is_one_grant(context: &TestContext) {
 /// A reader with a short lease expires, and a reader with a long lease keeps the key.
 pub async fn each_reader_expires_by_itself(context: &TestContext) {
     let client = context.client().await;
-    let long = context.held_in(&*client, ClaimMode::Shared).await;
+    let long = context.acquire_in(&*client, ClaimMode::Shared).await;
     let short = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
     assert_granted(&*client, &short).await;
     context.wait_until_expired_alongside(&*client, &short, 1).await;
@@ -253,11 +253,11 @@ pub async fn a_renewal_extends_only_its_own_reader(context: &TestContext) {
 pub async fn a_batch_renews_readers_of_one_key(context: &TestContext) {
     let client = context.client().await;
     let (first, second) = (
-        context.held_in(&*client, ClaimMode::Shared).await,
-        context.held_in(&*client, ClaimMode::Shared).await,
+        context.acquire_in(&*client, ClaimMode::Shared).await,
+        context.acquire_in(&*client, ClaimMode::Shared).await,
     );
     let never_granted = context.claim(ClaimMode::Shared);
-    let answers = client.renew(&[first.clone(), never_granted, second.clone()]).await;
+    let answers = renew_all(&*client, &[first.clone(), never_granted, second.clone()]).await;
     assert!(
         matches!(
             answers[..],
@@ -272,10 +272,10 @@ pub async fn a_batch_renews_readers_of_one_key(context: &TestContext) {
 /// Releasing one reader ends its grant only. A repeated release returns `NotHeld`.
 pub async fn a_release_of_one_reader_keeps_the_others(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let released = context.held_in(&*first, ClaimMode::Shared).await;
+    let released = context.acquire_in(&*first, ClaimMode::Shared).await;
     let others = [
-        context.held_in(&*first, ClaimMode::Shared).await,
-        context.held_in(&*second, ClaimMode::Shared).await,
+        context.acquire_in(&*first, ClaimMode::Shared).await,
+        context.acquire_in(&*second, ClaimMode::Shared).await,
     ];
     assert_freed(&*first, &released).await;
     assert_eq!(release(&*first, &released).await, Release::NotHeld);
@@ -289,7 +289,7 @@ pub async fn a_release_of_one_reader_keeps_the_others(context: &TestContext) {
 /// Releasing a claim that was never granted ends no reader, in whichever mode it is.
 pub async fn a_release_of_another_claim_ends_no_reader(context: &TestContext) {
     let client = context.client().await;
-    let reader = context.held_in(&*client, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*client, ClaimMode::Shared).await;
     for mode in [ClaimMode::Shared, ClaimMode::Exclusive] {
         assert_eq!(release(&*client, &context.claim(mode)).await, Release::NotHeld);
         assert_eq!(renew(&*client, &context.claim(mode)).await, Renewal::Gone);
@@ -331,8 +331,8 @@ pub async fn tokens_of_readers_and_writers_increase(context: &TestContext) {
 pub async fn a_forced_release_ends_all_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let readers = [
-        context.held_in(&*first, ClaimMode::Shared).await,
-        context.held_in(&*first, ClaimMode::Shared).await,
+        context.acquire_in(&*first, ClaimMode::Shared).await,
+        context.acquire_in(&*first, ClaimMode::Shared).await,
     ];
     let other = Claim::new(key("orders:43"), context.long_lease()).with_mode(ClaimMode::Shared);
     assert_granted(&*first, &other).await;
@@ -341,7 +341,7 @@ pub async fn a_forced_release_ends_all_readers(context: &TestContext) {
         assert_eq!(renew(&*first, reader).await, Renewal::Gone);
         assert_eq!(release(&*first, reader).await, Release::NotHeld);
     }
-    let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
+    let writer = context.acquire_in(&*second, ClaimMode::Exclusive).await;
     assert_freed(&*second, &writer).await;
     assert_freed(&*first, &other).await;
     assert_eq!(force_release(&*second).await, Release::NotHeld);
@@ -384,7 +384,7 @@ pub async fn inspect_returns_all_readers(context: &TestContext) {
 pub async fn inspect_returns_the_mode_of_each_holder(context: &TestContext) {
     let client = context.client().await;
     for mode in [ClaimMode::Shared, ClaimMode::Exclusive, ClaimMode::Shared, ClaimMode::Exclusive] {
-        let claim = context.held_in(&*client, mode).await;
+        let claim = context.acquire_in(&*client, mode).await;
         let modes: Vec<_> = inspect(&*client).await.iter().map(|holder| holder.mode).collect();
         assert_eq!(modes, [mode]);
         assert_freed(&*client, &claim).await;
@@ -396,7 +396,7 @@ pub async fn inspect_returns_the_mode_of_each_holder(context: &TestContext) {
 pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for pause in [None, Some(Duration::from_millis(50))] {
-        let reader = context.held_in(&*first, ClaimMode::Shared).await;
+        let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
         let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
         let busy = assert_busy(&*second, &writer).await;
         let wait = timeout(context.max_wait(), second.wait(&writer, &busy));
@@ -423,7 +423,7 @@ pub async fn the_last_reader_wakes_a_waiting_writer(context: &TestContext) {
 /// blocked.
 pub async fn a_writer_that_gives_up_wakes_a_waiting_reader(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*first, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
     let writer = enqueue_writer(context, &*first, context.long_lease()).await;
     let next = context.claim(ClaimMode::Shared);
     let busy = assert_busy(&*second, &next).await;

@@ -7,13 +7,14 @@ use registry_core::{Attempt, Claim, Queueing, Release, Renewal};
 
 use crate::context::{
     TestContext, assert_busy, assert_freed, assert_granted, attempt, is_free, key, release,
+    renew_all,
 };
 
 /// Repeating the acquire of a granted claim returns `Granted`, and one release frees the key. The
 /// engine repeats a request whose reply was lost.
 pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_granted(&*client, &claim).await;
     assert_freed(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await, "the release left a grant of the claim");
@@ -23,7 +24,7 @@ pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
 /// the claim. One release through the second client frees the key.
 pub async fn a_granted_claim_is_granted_again_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = context.held_claim(&*first, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*first, context.long_lease()).await;
     assert_granted(&*second, &claim).await;
     assert_freed(&*second, &claim).await;
     assert!(is_free(&*first, claim.key()).await, "the release left a grant of the claim");
@@ -46,7 +47,7 @@ pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestC
 /// Repeating the acquire of a granted claim with a shorter lease does not shorten its lease.
 pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.held_claim(&*client, context.long_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_granted(&*client, &claim.clone().with_lease(context.short_lease())).await;
     tokio::time::sleep(context.short_lease() * 2).await;
     assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -101,10 +102,10 @@ pub async fn a_claim_has_the_same_shard_in_every_client(context: &TestContext) {
 pub async fn a_change_by_one_client_is_visible_to_another_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..20 {
-        let claim = context.held_claim(&*first, context.long_lease()).await;
+        let claim = context.acquire_with_lease(&*first, context.long_lease()).await;
         assert_busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
         assert_freed(&*first, &claim).await;
-        let next = context.held_claim(&*second, context.long_lease()).await;
+        let next = context.acquire_with_lease(&*second, context.long_lease()).await;
         assert_freed(&*second, &next).await;
     }
 }
@@ -132,7 +133,7 @@ pub async fn many_concurrent_requests_of_one_client_are_all_answered(context: &T
     let claims: Vec<_> =
         (0..64).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     join_all(claims.iter().map(|claim| assert_granted(&*client, claim))).await;
-    for answer in client.renew(&claims).await {
+    for answer in renew_all(&*client, &claims).await {
         assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
     }
     join_all(claims.iter().map(|claim| assert_freed(&*client, claim))).await;
@@ -148,7 +149,7 @@ pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
     assert_busy(&*client, &waiter).await;
     assert_eq!(release(&*client, &waiter).await, Release::NotHeld);
     assert_freed(&*client, &holder).await;
-    let next = context.held_claim(&*client, context.long_lease()).await;
+    let next = context.acquire_with_lease(&*client, context.long_lease()).await;
     assert_freed(&*client, &next).await;
 }
 
@@ -156,7 +157,7 @@ pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
 /// is free.
 pub async fn a_busy_claim_leaves_no_record(context: &TestContext) {
     let client = context.client().await;
-    let holder = context.held_claim(&*client, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*client, context.long_lease()).await;
     for _ in 0..10 {
         assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }

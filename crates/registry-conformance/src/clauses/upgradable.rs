@@ -26,10 +26,10 @@ use crate::sweep::{SweepOutcome, sweep};
 /// of arrival.
 pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let before = context.held_in(&*first, ClaimMode::Shared).await;
-    let upgradable = context.held_in(&*second, ClaimMode::Upgradable).await;
-    let after = context.held_in(&*first, ClaimMode::Shared).await;
-    let same_client = context.held_in(&*second, ClaimMode::Shared).await;
+    let before = context.acquire_in(&*first, ClaimMode::Shared).await;
+    let upgradable = context.acquire_in(&*second, ClaimMode::Upgradable).await;
+    let after = context.acquire_in(&*first, ClaimMode::Shared).await;
+    let same_client = context.acquire_in(&*second, ClaimMode::Shared).await;
     for (client, claim) in
         [(&first, before), (&second, upgradable.clone()), (&first, after), (&second, same_client)]
     {
@@ -42,17 +42,17 @@ pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
 /// exclusive claim excludes an upgradable one.
 pub async fn an_upgradable_claim_excludes_writers_and_a_second_one(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let upgradable = context.held_in(&*first, ClaimMode::Upgradable).await;
+    let upgradable = context.acquire_in(&*first, ClaimMode::Upgradable).await;
     for mode in [ClaimMode::Upgradable, ClaimMode::Exclusive] {
         for client in [&first, &second] {
             assert_busy(&**client, &context.claim(mode)).await;
         }
     }
     assert_freed(&*first, &upgradable).await;
-    let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
+    let writer = context.acquire_in(&*second, ClaimMode::Exclusive).await;
     assert_busy(&*first, &context.claim(ClaimMode::Upgradable)).await;
     assert_freed(&*second, &writer).await;
-    let next = context.held_in(&*first, ClaimMode::Upgradable).await;
+    let next = context.acquire_in(&*first, ClaimMode::Upgradable).await;
     assert_freed(&*first, &next).await;
 }
 
@@ -79,9 +79,9 @@ pub async fn of_many_concurrent_upgradable_claims_exactly_one_is_granted(context
 /// last reader released the key, and then excludes all other claims.
 pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
-    let next = context.held_in(&*second, ClaimMode::Shared).await;
+    let next = context.acquire_in(&*second, ClaimMode::Shared).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade).await;
     for client in [&first, &second] {
@@ -181,7 +181,7 @@ async fn assert_larger_than_token_of_waiting_reader(context: &TestContext) {
         [Queueing::ExclusiveIntent, Queueing::Skip]
     };
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
-    let holding = context.held_in(&*second, ClaimMode::Shared).await;
+    let holding = context.acquire_in(&*second, ClaimMode::Shared).await;
     let writer = context.claim(ClaimMode::Exclusive).with_queueing(for_writer);
     assert_busy(&*second, &writer).await;
     let reader = context.claim(ClaimMode::Shared).with_queueing(for_reader);
@@ -276,8 +276,8 @@ pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestConte
     assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
     let weaker = assert_granted(&*first, &conversion(&claim, grant, ClaimMode::Shared)).await;
     assert!(!context.capabilities().fencing || weaker.token == grant.token, "{weaker:?}");
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
-    let other = context.held_in(&*second, ClaimMode::Upgradable).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
+    let other = context.acquire_in(&*second, ClaimMode::Upgradable).await;
     assert_busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
     assert_freed(&*second, &other).await;
     assert_freed(&*second, &reader).await;
@@ -298,7 +298,7 @@ pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
         assert_busy(&*second, &context.claim(ClaimMode::Shared)).await;
         grant = assert_granted(&*first, &conversion(&claim, upgraded, ClaimMode::Upgradable)).await;
         assert!(!context.capabilities().fencing || upgraded.token == grant.token, "{grant:?}");
-        let reader = context.held_in(&*second, ClaimMode::Shared).await;
+        let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
         assert_busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
         assert_freed(&*second, &reader).await;
     }
@@ -332,7 +332,7 @@ pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &Tes
     let upgraded = assert_granted(&*first, &upgrade).await;
     assert_granted(&*first, &conversion(&claim, upgraded, ClaimMode::Shared)).await;
     assert!(!matches!(attempt(&*first, &upgrade).await, Attempt::Granted(_)));
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     assert_freed(&*second, &reader).await;
     assert_freed(&*first, &claim).await;
 }
@@ -341,7 +341,7 @@ pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &Tes
 /// at once, and the claim is still upgradable.
 pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade).await;
@@ -359,7 +359,7 @@ pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
 /// attempt ends. The claim still holds the key.
 pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
     assert_busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
@@ -377,11 +377,11 @@ pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
 /// Releasing a claim whose upgrade waits ends the grant and the upgrade.
 pub async fn a_release_during_an_upgrade_lets_readers_in(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     assert_busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
     assert_freed(&*first, &claim).await;
-    let next = context.held_in(&*second, ClaimMode::Shared).await;
+    let next = context.acquire_in(&*second, ClaimMode::Shared).await;
     assert_freed(&*second, &next).await;
     assert_freed(&*second, &reader).await;
     assert!(is_free(&*first, claim.key()).await, "a released claim holds the key");
@@ -433,7 +433,7 @@ pub async fn the_last_reader_wakes_a_waiting_upgrade(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let busy = assert_busy(&*first, &upgrade).await;
     assert_woken(context, &*first, &upgrade, &busy, async {
         assert_freed(&*second, &reader).await;
@@ -495,7 +495,7 @@ pub async fn a_claim_that_was_released_by_force_cannot_be_converted(context: &Te
     let released = admin(&*client).force_release(claim.key()).await.expect("it answers");
     assert_eq!(released, Release::Freed);
     assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
-    let next = context.held_in(&*client, ClaimMode::Exclusive).await;
+    let next = context.acquire_in(&*client, ClaimMode::Exclusive).await;
     assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
     assert_freed(&*client, &next).await;
 }

@@ -15,7 +15,7 @@ use crate::context::{
 pub async fn a_waiting_claim_is_listed_with_its_key_and_mode(context: &TestContext) {
     let (holding, waiting, operator) =
         (context.client().await, context.client().await, context.client().await);
-    let holder = context.held_claim(&*holding, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*holding, context.long_lease()).await;
     assert_eq!(listed(&*operator, Some("orders:42")).await, []);
     let claim = context.claim(ClaimMode::Exclusive);
     start_waiting(&*waiting, &claim).await;
@@ -35,7 +35,7 @@ pub async fn a_waiting_claim_is_listed_with_its_key_and_mode(context: &TestConte
 /// A claim that gives up is not listed any more. Giving up may be repeated.
 pub async fn a_claim_that_gives_up_is_not_listed_any_more(context: &TestContext) {
     let (holding, waiting) = (context.client().await, context.client().await);
-    let holder = context.held_claim(&*holding, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*holding, context.long_lease()).await;
     let (first, second) =
         (context.claim(ClaimMode::Exclusive), context.claim(ClaimMode::Exclusive));
     start_waiting(&*waiting, &first).await;
@@ -52,7 +52,7 @@ pub async fn a_claim_that_gives_up_is_not_listed_any_more(context: &TestContext)
 /// Waiting readers and permits are listed with their modes and units.
 pub async fn waiting_claims_of_all_modes_are_listed(context: &TestContext) {
     let client = context.client().await;
-    let holder = context.held_claim(&*client, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*client, context.long_lease()).await;
     for mode in [ClaimMode::Shared, ClaimMode::Permits { take: 2, of: 5 }] {
         let claim = context.claim(mode);
         start_waiting(&*client, &claim).await;
@@ -92,7 +92,7 @@ pub async fn a_registered_claim_affects_no_grant(context: &TestContext) {
     let claim = context.claim(ClaimMode::Exclusive);
     start_waiting(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await);
-    let holder = context.held_claim(&*client, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*client, context.long_lease()).await;
     stop_waiting(&*client, &claim).await;
     assert_busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
     assert_freed(&*client, &holder).await;
@@ -120,7 +120,7 @@ pub async fn a_registration_lapses_with_its_lease(context: &TestContext) {
 /// The waiters of one namespace are not listed in another.
 pub async fn namespaces_share_no_waiters(context: &TestContext) {
     let (local, remote) = (context.client().await, context.other_namespace().await);
-    let holder = context.held_claim(&*local, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*local, context.long_lease()).await;
     let claim = context.claim(ClaimMode::Exclusive);
     start_waiting(&*local, &claim).await;
     assert_eq!(listed(&*remote, Some("orders:42")).await, []);

@@ -97,7 +97,7 @@ pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContex
 /// is free. `wait` is the only future of a backend that the engine drops before it is ready.
 pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
     let client = context.client().await;
-    let holder = context.held_claim(&*client, context.long_lease()).await;
+    let holder = context.acquire_with_lease(&*client, context.long_lease()).await;
     for n in 0..10 {
         let waiter = Claim::new(key("orders:42"), context.long_lease());
         let busy = assert_busy(&*client, &waiter).await;

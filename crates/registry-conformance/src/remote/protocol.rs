@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 
 /// [`Reply::reply_to`] of the reply that reports the helper process as ready. No message has this
 /// number.
@@ -91,7 +91,9 @@ where
     print_text("\n");
     print_line(&Reply::<E> { reply_to: READY, result: Ok(Value::Null) });
     while let Some(message) = messages.recv().await {
-        while tasks.try_join_next().is_some() {}
+        while let Some(ended) = tasks.try_join_next() {
+            resume_panic(ended);
+        }
         running.retain(|(_, task): &(u64, tokio::task::AbortHandle)| !task.is_finished());
         match message {
             Message::Request(number, request) => {
@@ -124,6 +126,15 @@ fn read_messages<Q: DeserializeOwned + Send + 'static>() -> mpsc::UnboundedRecei
         }
     });
     messages
+}
+
+/// Continues the panic of a request. A cancelled request is no error.
+pub(super) fn resume_panic(ended: Result<(), JoinError>) {
+    if let Err(error) = ended
+        && error.is_panic()
+    {
+        std::panic::resume_unwind(error.into_panic());
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use registry_core::{BackendError, Busy, Claim, FencingToken, Key, LockBackend};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::protocol::{Reply, execute_messages, json_result, print_line};
+use super::protocol::{Reply, execute_messages, json_result, print_line, resume_panic};
 use crate::context::{admin, values};
 
 /// A call of a backend. Only a [`Wait`](Self::Wait) is ever cancelled.
@@ -44,12 +44,7 @@ pub async fn serve(backend: Arc<dyn LockBackend>) {
     .await;
     if let Some(number) = close {
         while let Some(ended) = tasks.join_next().await {
-            // A cancelled request is no error.
-            if let Err(error) = ended
-                && error.is_panic()
-            {
-                std::panic::resume_unwind(error.into_panic());
-            }
+            resume_panic(ended);
         }
         backend.close().await;
         print_line(&Reply::<BackendError> { reply_to: number, result: Ok(Value::Null) });

@@ -147,18 +147,18 @@ impl Dialect for MySql {
         // A repeated renewal has the same effect as a single renewal, so it may be sent again.
         let answer = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
         let renewal =
-            ExecutedRenewal { client, claims, requested_at, changed: answer.changed_rows };
+            ExecutedRenewal { client, claims, requested_at, changed: answer.affected_rows };
         let unexpired = Statement::new(&texts.unexpired, [ids]);
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
 
     async fn wait_for_fence(table: &MySqlLeaseTable, claim: &Claim) -> Result<(), BackendError> {
         wait_for_fence(async || {
-            if !is_locked(table, claim.key(), ConnectionUse::Release).await? {
+            if !is_locked_or_missing(table, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
             }
-            // `is_locked` also returns true if the row does not exist. `has_entry` excludes that
-            // case: it requires a row that contains the claim.
+            // If the row is missing, `has_entry` returns false: it requires a row that contains the
+            // claim.
             table.has_entry(claim, ConnectionUse::Release).await
         })
         .await
@@ -171,7 +171,7 @@ impl Dialect for MySql {
         key: &Key,
     ) -> Result<bool, BackendError> {
         for pause in ROW_CHECK_PAUSES {
-            if !is_locked(table, key, ConnectionUse::Acquire).await?
+            if !is_locked_or_missing(table, key, ConnectionUse::Acquire).await?
                 || table
                     .store
                     .query(&table.store.statements.lease_left, [table.id_value(key)])
@@ -215,7 +215,7 @@ impl Dialect for MySql {
         };
         change(Statement::new(&texts.raise_floor, [token.clone()])).await?;
         let values = [Value::ManyBytes(ids), min_age, token];
-        Ok(change(Statement::new(&texts.purge, values)).await?.changed_rows)
+        Ok(change(Statement::new(&texts.purge, values)).await?.affected_rows)
     }
 
     async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
@@ -340,7 +340,7 @@ where
 }
 
 /// Returns whether a transaction currently has the key's row locked, or the row does not exist.
-pub(super) async fn is_locked(
+pub(super) async fn is_locked_or_missing(
     table: &MySqlLeaseTable,
     key: &Key,
     connection_use: ConnectionUse,

@@ -25,7 +25,7 @@ impl ServerErrors for MySql {
     fn error_effect(error: &sqlx::Error) -> ErrorEffect {
         match number_of(error) {
             Some(DEADLOCK | CHECK_READ) => ErrorEffect::RolledBack,
-            Some(number) if classify_code(number).ends_connection => ErrorEffect::Broken,
+            Some(number) if classify_code(number).discards_connection => ErrorEffect::Broken,
             Some(_) => ErrorEffect::Rejected,
             None => ErrorEffect::Broken,
         }
@@ -34,16 +34,16 @@ impl ServerErrors for MySql {
     fn explain(error: sqlx::Error) -> BackendError {
         let class = match &error {
             sqlx::Error::Database(_) => {
-                let MySqlErrorClass { kind, message, ends_connection } =
+                let MySqlErrorClass { kind, message, discards_connection } =
                     classify_code(number_of(&error).unwrap_or(0));
-                (kind, message, !ends_connection)
+                (kind, message, !discards_connection)
             }
             other => error::classify_client_error(other),
         };
         error::explain(error, STORE, class)
     }
 
-    fn is_no_such_table(error: &sqlx::Error) -> bool {
+    fn lacks_lock_tables(error: &sqlx::Error) -> bool {
         matches!(number_of(error), Some(NO_SUCH_TABLE | BAD_FIELD | BAD_DB))
     }
 
@@ -102,7 +102,7 @@ struct MySqlErrorClass {
     message: &'static str,
     /// If true, the client closes the connection, even if the server has left it open. The outcome
     /// is unknown, unless nothing was sent.
-    ends_connection: bool,
+    discards_connection: bool,
 }
 
 const CHECK_READ: u16 = 1020;
@@ -118,7 +118,7 @@ const LOCK_WAIT_TIMEOUT: u16 = 1205;
 const DEADLOCK: u16 = 1213;
 
 fn classify_code(number: u16) -> MySqlErrorClass {
-    let (kind, message, ends_connection) = match number {
+    let (kind, message, discards_connection) = match number {
         DEADLOCK | CHECK_READ => {
             (Transient, "the server rolled the statement back because of a conflict; retry", false)
         }
@@ -222,7 +222,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         // Any other number points to a bug, which a retry does not fix.
         _ => (Protocol, "the server returned an unexpected error; see its log", false),
     };
-    MySqlErrorClass { kind, message, ends_connection }
+    MySqlErrorClass { kind, message, discards_connection }
 }
 
 #[cfg(test)]
@@ -274,12 +274,12 @@ mod tests {
             ),
             (Protocol, true, &[1180, 1181]),
         ];
-        for (kind, ends_connection, numbers) in table {
+        for (kind, discards_connection, numbers) in table {
             for &number in *numbers {
                 let class = classify_code(number);
                 assert_eq!(
-                    (class.kind, class.ends_connection),
-                    (*kind, *ends_connection),
+                    (class.kind, class.discards_connection),
+                    (*kind, *discards_connection),
                     "{number}: {class:?}"
                 );
             }

@@ -16,7 +16,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row};
 use tokio::time::{Instant, sleep};
 
-use super::backend::{MySqlLeaseTable, is_locked};
+use super::backend::{MySqlLeaseTable, is_locked_or_missing};
 use super::error;
 use super::release_poller;
 use super::statement::simple_query;
@@ -61,7 +61,7 @@ async fn attempt(
         if let Some(token) = try_lock(table, connection, key).await? {
             return Ok(Some(token));
         }
-        if is_locked(table, key, ConnectionUse::Acquire).await.map_err(backend_error)? {
+        if is_locked_or_missing(table, key, ConnectionUse::Acquire).await.map_err(backend_error)? {
             return Ok(None);
         }
     }
@@ -151,7 +151,7 @@ fn is_false(row: Option<&MySqlRow>, column: usize) -> bool {
 }
 
 fn classify(key: &Key, source: sqlx::Error) -> LockInError {
-    if MySql::is_no_such_table(&source) {
+    if MySql::lacks_lock_tables(&source) {
         LockInError::other_database(key)
     } else if MySql::is_conflict(&source) {
         LockInError::conflict(key, Some(source))
@@ -173,7 +173,7 @@ async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, Backend
     let Some(row) = store.query(&texts.is_free, [table.id_value(key)]).await?.into_iter().next()
     else {
         let values = vec![table.id_value(key), table.namespace_value(), Value::key(key)];
-        let is_inserted = change(&texts.insert_row, values).await?.changed_rows > 0;
+        let is_inserted = change(&texts.insert_row, values).await?.affected_rows > 0;
         if !is_inserted {
             // Another client has inserted the row, or the server is read-only.
             store.check_meta().await?;
@@ -188,7 +188,7 @@ async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, Backend
     if !is_free || !has_claim {
         return Ok(is_free);
     }
-    Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.changed_rows > 0)
+    Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.affected_rows > 0)
 }
 
 /// The longest pause between two attempts of a waiting transaction. If another process locks the

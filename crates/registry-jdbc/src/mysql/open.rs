@@ -37,7 +37,7 @@ async fn check_tables(
     let database = config.server.get_database().unwrap_or_default();
     let texts = MySqlStatements::new(database, &config.settings.table_prefix);
     let mut meta = fetch_meta(&texts, connection).await;
-    if meta.as_ref().is_err_and(MySql::is_no_such_table)
+    if meta.as_ref().is_err_and(MySql::lacks_lock_tables)
         && config.settings.create_schema == CreateSchema::IfMissing
     {
         set_schema_lock(connection, true).await;

@@ -30,7 +30,7 @@ pub(super) fn send<'c>(
         while let Some(result) = results.try_next().await? {
             match result {
                 Either::Left(done) => {
-                    answer.changed_rows += done.rows_affected();
+                    answer.affected_rows += done.rows_affected();
                     answer.last_insert_id = done.last_insert_id();
                 }
                 Either::Right(row) => answer.rows.push(row),

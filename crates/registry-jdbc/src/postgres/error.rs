@@ -58,7 +58,7 @@ impl ServerErrors for Postgres {
         server::error::explain(error, STORE, class)
     }
 
-    fn is_no_such_table(error: &sqlx::Error) -> bool {
+    fn lacks_lock_tables(error: &sqlx::Error) -> bool {
         code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
     }
 

@@ -70,7 +70,7 @@ async fn attempt(
     let outcome = match outcome {
         Ok(rows) => decode(&rows, key),
         Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
-        Err(source) if Postgres::is_no_such_table(&source) => Ok(None),
+        Err(source) if Postgres::lacks_lock_tables(&source) => Ok(None),
         Err(source) if Postgres::is_conflict(&source) => {
             Err(LockInError::conflict(key, Some(source)))
         }

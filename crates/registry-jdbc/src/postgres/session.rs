@@ -142,7 +142,7 @@ impl PgSessionProtocol {
         match plan.grant_from_reservation(now) {
             Some(granted) => Ok(LockAttempt::Grant(granted)),
             None => {
-                let lock_state = AdvisoryLockState::HeldSinceLastGrant { now };
+                let lock_state = AdvisoryLockState::HeldAndUnchanged { now };
                 self.write_claim(connected, claim, plan, lock_state).await
             }
         }
@@ -159,7 +159,7 @@ impl PgSessionProtocol {
     ) -> Result<LockAttempt, SessionFailure> {
         let id = self.table.row_id(claim.key());
         let now_if_consecutive = match lock_state {
-            AdvisoryLockState::HeldSinceLastGrant { now } => Some(now),
+            AdvisoryLockState::HeldAndUnchanged { now } => Some(now),
             AdvisoryLockState::NotHeld | AdvisoryLockState::Held => None,
         };
         let texts = &self.table.store.statements;
@@ -207,7 +207,7 @@ enum AdvisoryLockState {
     Held,
     /// The session already holds the advisory lock. No other client was granted the key since this
     /// session's last grant.
-    HeldSinceLastGrant {
+    HeldAndUnchanged {
         /// The server's time.
         now: i64,
     },

@@ -49,7 +49,7 @@ pub(crate) trait ServerErrors {
     fn explain(error: sqlx::Error) -> BackendError;
 
     /// Returns whether a table is missing or belongs to another program.
-    fn is_no_such_table(error: &sqlx::Error) -> bool;
+    fn lacks_lock_tables(error: &sqlx::Error) -> bool;
 
     /// Returns whether a conflict with another transaction caused the error.
     fn is_conflict(error: &sqlx::Error) -> bool;

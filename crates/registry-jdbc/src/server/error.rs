@@ -203,7 +203,7 @@ mod tests {
     /// Checks that each dialect treats an error of the client as a broken connection.
     fn check_dialects(error: &Error) {
         fn check<D: ServerErrors>(error: &Error) {
-            assert!(!D::is_conflict(error) && !D::is_no_such_table(error));
+            assert!(!D::is_conflict(error) && !D::lacks_lock_tables(error));
             assert_eq!(D::error_effect(error), ErrorEffect::Broken);
         }
         #[cfg(feature = "postgres")]

@@ -66,7 +66,7 @@ async fn explain_missing_row<D: SpringDialect>(
         Ok(TransactionDatabase::Other) => FenceError::OtherDatabase,
         // The snapshot may be older than the grant, or than the row that `ensure_row` wrote. A new
         // transaction shows whether the lock was lost.
-        Ok(TransactionDatabase::Same { has_old_snapshot: true }) if guard.is_held() => {
+        Ok(TransactionDatabase::Same { keeps_snapshot: true }) if guard.is_held() => {
             FenceError::Busy { source: None }
         }
         Ok(TransactionDatabase::Same { .. }) => FenceError::lost(guard),
@@ -74,7 +74,7 @@ async fn explain_missing_row<D: SpringDialect>(
 }
 
 pub(super) fn classify<D: SpringDialect>(source: sqlx::Error) -> FenceError {
-    if D::is_no_such_table(&source) {
+    if D::lacks_lock_tables(&source) {
         FenceError::OtherDatabase
     } else if D::is_conflict(&source) {
         FenceError::Busy { source: Some(source) }

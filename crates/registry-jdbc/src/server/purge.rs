@@ -14,7 +14,7 @@ const PURGE_ID_BYTE: u8 = 0;
 
 /// The maximum time that a purge adds to the operation that runs it, even if all connections are
 /// busy.
-const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
+const PURGE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The number of rows that a batch checks, live and dead. This is twice the number of releases
 /// between two batches, so that at most about half of all rows are dead.
@@ -29,6 +29,6 @@ where
         // The caller's operation must not fail because of the purge. The next acquisition returns
         // any error of the tables.
         let start: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
-        let _ = timeout(BATCH_TIMEOUT, purge_batch(start)).await;
+        let _ = timeout(PURGE_TIMEOUT, purge_batch(start)).await;
     }
 }

@@ -283,7 +283,7 @@ impl<'a> Statement<'a> {
 pub(crate) struct Answer<R> {
     pub(crate) rows: Vec<R>,
     /// The number of changed rows. Zero if the server returns rows instead.
-    pub(crate) changed_rows: u64,
+    pub(crate) affected_rows: u64,
     /// The number that the statement has passed to `LAST_INSERT_ID`, on servers that do not return
     /// the number as a row.
     #[cfg_attr(
@@ -295,7 +295,7 @@ pub(crate) struct Answer<R> {
 
 impl<R> Answer<R> {
     pub(crate) fn of_rows(rows: Vec<R>) -> Self {
-        Self { rows, changed_rows: 0, last_insert_id: 0 }
+        Self { rows, affected_rows: 0, last_insert_id: 0 }
     }
 
     /// Returns the outcome of a statement that ends grants.
@@ -305,7 +305,7 @@ impl<R> Answer<R> {
 
     /// Returns whether a statement that writes at most one row has written it.
     pub(crate) fn changed_a_row(&self) -> bool {
-        !self.rows.is_empty() || self.changed_rows > 0
+        !self.rows.is_empty() || self.affected_rows > 0
     }
 }
 

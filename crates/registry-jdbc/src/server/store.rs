@@ -27,7 +27,7 @@ pub(crate) enum TransactionDatabase {
     Same {
         /// Whether the transaction keeps the snapshot of its first read. Always false in MariaDB
         /// and MySQL, which do not report it.
-        has_old_snapshot: bool,
+        keeps_snapshot: bool,
     },
 }
 
@@ -92,7 +92,7 @@ impl<D: Dialect> Store<D> {
         if D::bytes(row, 1).ok().flatten().as_ref() != Some(&self.id) {
             return Ok(TransactionDatabase::Other);
         }
-        Ok(TransactionDatabase::Same { has_old_snapshot: D::flag(row, 3)? })
+        Ok(TransactionDatabase::Same { keeps_snapshot: D::flag(row, 3)? })
     }
 
     /// Purges a batch of rows for one random id in 256.

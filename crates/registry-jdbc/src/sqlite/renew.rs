@@ -19,11 +19,11 @@ impl SqliteBackend {
         claims: &[Claim],
     ) -> Vec<Result<Renewal, BackendError>> {
         let mut results = Vec::with_capacity(claims.len());
-        let mut busy_error: Option<BackendError> = None;
+        let mut retryable_error: Option<BackendError> = None;
         for chunk in claims.chunks(sql::batch_items_max(&*sql::RENEW)) {
             // Another process probably keeps the file locked. A new wait for each chunk could take
             // minutes.
-            if let Some(error) = &busy_error {
+            if let Some(error) = &retryable_error {
                 results.extend(chunk.iter().map(|_| Err(error.clone())));
                 continue;
             }
@@ -44,7 +44,7 @@ impl SqliteBackend {
                 }
                 Err(error) => {
                     results.extend(chunk.iter().map(|_| Err(error.clone())));
-                    busy_error = Some(error).filter(BackendError::is_retryable);
+                    retryable_error = Some(error).filter(BackendError::is_retryable);
                 }
             }
         }

@@ -139,11 +139,11 @@ impl Topology for ClusterTopology {
                     self.state.set_moved_owner(slot, &target);
                     self.state.refresh_requested.notify_one();
                 }
-                ErrorAction::Retry { node: target, is_asking }
+                ErrorAction::Redirect { node: target, is_asking }
             }
             ServerErrorKind::TryAgain => {
                 sleep(MIGRATION_RETRY_DELAY).await;
-                ErrorAction::Repeat
+                ErrorAction::Retry
             }
             ServerErrorKind::ClusterDown
             | ServerErrorKind::MasterDown

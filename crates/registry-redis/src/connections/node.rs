@@ -31,8 +31,8 @@ pub(crate) struct RedisNode {
     last_reset_at: Mutex<Option<Instant>>,
     /// Connections for scripts that wait for replicas or disks. `WAIT` blocks all later commands on
     /// its connection.
-    durable_connections: Vec<CommandConnection>,
-    next_durable: AtomicUsize,
+    durability_connections: Vec<CommandConnection>,
+    next_durability_connection: AtomicUsize,
     durability: Durability,
     pub(crate) listener: ReleaseListener,
     invalidations: InvalidationForwarder,
@@ -85,10 +85,10 @@ impl RedisNode {
             reconnect_task,
             last_reset_at: Mutex::default(),
             // The server may wait for replicas and disks for up to `limit` before it responds.
-            durable_connections: (0..durable_count)
+            durability_connections: (0..durable_count)
                 .map(|_| connection(probe_after + config.durability.limit))
                 .collect(),
-            next_durable: AtomicUsize::new(0),
+            next_durability_connection: AtomicUsize::new(0),
             durability: config.durability,
             listener: ReleaseListener::new(Arc::clone(&connector), channel_scheme),
             invalidations: invalidations.clone(),
@@ -109,7 +109,7 @@ impl RedisNode {
     /// Replaces all connections, because another server may have replaced the current server.
     pub(crate) fn reset_connections(&self) {
         self.commands.reset();
-        for connection in &self.durable_connections {
+        for connection in &self.durability_connections {
             connection.reset();
         }
         self.listener.reset();
@@ -217,12 +217,14 @@ impl RedisNode {
     ) -> RedisResult<DurableResponse> {
         // All scripts with tracking use the first connection. The server treats a renewal on
         // another connection as a change by another client, and sends an invalidation.
-        let untracked_count = self.durable_connections.len().saturating_sub(1).max(1);
+        let untracked_count = self.durability_connections.len().saturating_sub(1).max(1);
         let connection = if call.is_tracked() {
-            &self.durable_connections[0]
+            &self.durability_connections[0]
         } else {
-            &self.durable_connections
-                [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % untracked_count]
+            &self.durability_connections[1 + self
+                .next_durability_connection
+                .fetch_add(1, Ordering::Relaxed)
+                % untracked_count]
         };
         let prefix = self.prepare_prefix(call, is_asking);
         let responses =

@@ -180,7 +180,7 @@ impl SentinelState {
     }
 
     /// Records the master and returns whether it replaces a different master.
-    fn replace_master(&self, address: &ServerAddress) -> bool {
+    fn record_master(&self, address: &ServerAddress) -> bool {
         let mut master = self.master();
         let replaces_other = master.as_ref().is_some_and(|master| master != address);
         *master = Some(address.clone());
@@ -298,7 +298,7 @@ async fn subscribe_to_failovers(sentinel: &redis::Client) -> Option<redis::aio::
 
 async fn refresh_master(state: &SentinelState, node: &RedisNode) {
     if let Ok(address) = state.resolve_master().await
-        && state.replace_master(&address)
+        && state.record_master(&address)
     {
         node.reset_connections();
     }

@@ -1,8 +1,8 @@
 -- Adds a grant to the record of several claims. KEYS: the lock, its token key. ARGV: the expected
 -- value, the text before the new entry, the first and the last fields of the new entry, the text
 -- after the new entry, lease in ms, number of tokens, retention of the token key in ms, latest end
--- of the other entries in us, time of the grant that the new one converts in us (empty for any other
--- grant).
+-- of the other entries in us, time of the grant that the new one converts in us (empty for any
+-- other grant).
 -- Returns {1, token, lease in ms}, or {2, the value, the remaining time of the key in ms, time in
 -- us} if the value has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''

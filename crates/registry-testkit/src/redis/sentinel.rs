@@ -247,7 +247,7 @@ impl SentinelSetup {
 
     /// Pauses the replicas so that no later write of the master reaches them, and returns their
     /// addresses. To lose exactly these writes: write, [kill the master](Self::kill_master),
-    /// [resume the replicas](Self::resume_replicas), and [wait for the new
+    /// [resume the replicas](Self::resume_all_except), and [wait for the new
     /// master](Self::wait_for_new_master).
     pub async fn isolate_replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.pause_replicas().await?;
@@ -274,7 +274,7 @@ impl SentinelSetup {
     }
 
     /// Resumes all paused servers except the master `old`.
-    pub fn resume_replicas(&self, old: SocketAddr) -> io::Result<()> {
+    pub fn resume_all_except(&self, old: SocketAddr) -> io::Result<()> {
         let others = self.servers.iter().filter(|server| server.addr() != old);
         others.filter(|server| server.is_paused()).try_for_each(|server| server.resume())
     }

@@ -126,7 +126,7 @@ impl WorkloadOutcome {
     /// # Panics
     /// Panics with the first broken promise, or if the history has too few grants or writes.
     pub fn assert_guarantees(&self) -> CheckCounts {
-        self.assert_losses_were_reported();
+        self.assert_grants_ended_in_time();
         self.assert_rejections_were_justified();
         let check = if self.options.is_queued { check_queued } else { check };
         let checked = check(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
@@ -211,7 +211,7 @@ impl WorkloadOutcome {
 
     /// Asserts that each holder released its lock or noticed the loss by the end of its lease, plus
     /// a tolerance.
-    fn assert_losses_were_reported(&self) {
+    fn assert_grants_ended_in_time(&self) {
         let is_paused =
             |grant: &&RecordedGrant| self.paused_keys.iter().any(|key| **key == *grant.key);
         for grant in self.history.grants.iter().filter(|grant| !is_paused(grant)) {

@@ -120,7 +120,7 @@ async fn what_isolated_replicas_missed_is_lost_with_the_master() {
     writer.send_command_args(&["SET", "after", "v"]).await.unwrap().into_result().unwrap();
     assert_eq!(writer.send_command_args(&["WAIT", "1", "1"]).await.unwrap().number(), Some(0));
     let old = setup.kill_master().await.unwrap();
-    setup.resume_replicas(old).unwrap();
+    setup.resume_all_except(old).unwrap();
     let new = setup.wait_for_new_master(old).await.unwrap();
     assert!(old == master && replicas.contains(&new));
     assert_eq!(get(setup.server(new), "before").await.as_deref(), Some("v"));

@@ -98,7 +98,7 @@ impl SpringDialect for MySql {
             [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), lease_value];
         let _ = change(&texts.renew_native, values).await;
         let renewal =
-            ExecutedRenewal { client, claims, requested_at, changed: answer.changed_rows };
+            ExecutedRenewal { client, claims, requested_at, changed: answer.affected_rows };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
         renewal.answers(|claim| client_id(claim.id()), unexpired).await
     }

@@ -59,7 +59,7 @@ async fn loss_rate_of_crashes_under_sentinels() {
                     sleep(lag).await;
                 }
                 let old = setup.kill_master().await.unwrap();
-                setup.resume_replicas(old).unwrap();
+                setup.resume_all_except(old).unwrap();
                 setup.wait_for_new_master(old).await.unwrap();
             };
             run_once(&mut tally, config, |_| true, crash).await;

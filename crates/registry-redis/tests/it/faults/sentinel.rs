@@ -110,7 +110,7 @@ async fn a_grant_without_a_replica_is_lost_by_a_crash_and_the_holder_is_notified
     setup.isolate_replicas().await.unwrap();
     let guard = registry_a.obtain("k").lock().await.unwrap();
     setup.server_mut(old).kill();
-    setup.resume_replicas(old).unwrap();
+    setup.resume_all_except(old).unwrap();
     let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     println!("the first holder is notified already: {}", !guard.is_held());
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
@@ -145,7 +145,7 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
         "the refused grant is released"
     );
     setup.server_mut(old).kill();
-    setup.resume_replicas(old).unwrap();
+    setup.resume_all_except(old).unwrap();
     let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     next.unlock().await.unwrap();
     // The locks that the replica had received still exist.
