@@ -10,7 +10,8 @@ use crate::suggestion::suggest;
 #[derive(Debug)]
 pub(crate) struct Scheme {
     pub(crate) name: &'static str,
-    /// The Cargo feature of the store. `None` if the store is always built in.
+    /// The Cargo feature that the scheme requires, for example `redis-tls` for `rediss`. `None` if
+    /// the store is always built in.
     feature: Option<Feature>,
     /// The store. `None` if this build does not contain the store.
     store: Option<&'static StoreKind>,
@@ -184,8 +185,8 @@ mod tests {
     fn a_store_assigns_every_option_that_it_declares() {
         for scheme in built_in_schemes() {
             let mut config = config(scheme);
-            let store = config.scheme();
-            for row in config.kind().rows().filter(|row| row.applies_to(store)) {
+            let store_scheme = config.scheme();
+            for row in config.kind().rows().filter(|row| row.applies_to(store_scheme)) {
                 let value = match row.values {
                     Values::Time { max, .. } => format_time(max),
                     Values::Switch => "true".to_owned(),

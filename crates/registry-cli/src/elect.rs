@@ -104,6 +104,7 @@ impl Candidate<'_> {
                     return Ok(exit::status_of_signal(signal as i32));
                 }
             };
+            // `LockedRun` writes this record when the command ends: the role has no leader.
             let (guard, vacant_record) = match won {
                 Ok(won) => won,
                 Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {

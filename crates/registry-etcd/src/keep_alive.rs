@@ -147,8 +147,8 @@ struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, QueuedRequest>,
-    /// The time of the first request since the queue was last empty. `None` if there was no request
-    /// since.
+    /// The time of the first request that was queued after a stream last found no unsent request.
+    /// `None` if none was queued since then.
     backlog_since: Option<Instant>,
     /// The index of the additional stream that was woken last.
     last_woken_stream: usize,
@@ -423,8 +423,8 @@ async fn serve_stream(
 /// such stream.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of streams. A leader processes thousands of requests per second on one
-/// stream.
+/// The maximum number of streams. Only a follower needs more than one: a leader processes thousands
+/// of requests per second on one.
 const STREAMS_MAX: usize = 16;
 /// How long the queue must stay non-empty before additional streams are used.
 const BACKLOG_AGE_MIN: Duration = Duration::from_millis(200);

@@ -7,6 +7,8 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
 use registry_core::{BackendError, Moment};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -172,6 +174,7 @@ fn decode_lease(granted: &LeaseGrantResponse, sent_at: Moment) -> Option<EtcdLea
 }
 
 async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<CleanupCommand>) {
+    let mut received = Vec::with_capacity(CLEANUP_REQUESTS_MAX);
     // The tombstones that are deleted later, ordered by time.
     let mut delayed: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
     loop {
@@ -186,22 +189,40 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
             biased;
             () = timer => if let Some((name, _)) = delayed.pop_front() {
                 // The deletion needs no revision. If this client created the lease whose id is in
-                // the name, that lease is revoked first. No claim then writes this name again.
+                // the name, that lease was revoked by an earlier command. No claim then writes this
+                // name again.
                 _ = client.call(txn::delete_any_revision(&name)).await;
             },
-            command = commands.recv() => match command {
-                Some(CleanupCommand::RevokeLease(id)) => {
-                    _ = client.call(LeaseRevokeRequest { id }).await;
+            count = commands.recv_many(&mut received, CLEANUP_REQUESTS_MAX) => {
+                if count == 0 {
+                    return;
                 }
-                Some(CleanupCommand::DeleteTombstone { name, create_revision }) => {
-                    _ = client.call(txn::delete(&name, create_revision)).await;
+                let mut requests = Vec::new();
+                for command in received.drain(..) {
+                    match command {
+                        CleanupCommand::RevokeLease(id) => {
+                            let request = client.call(LeaseRevokeRequest { id });
+                            requests.push(request.map(drop).boxed());
+                        }
+                        CleanupCommand::DeleteTombstone { name, create_revision } => {
+                            let request = client.call(txn::delete(&name, create_revision));
+                            requests.push(request.map(drop).boxed());
+                        }
+                        CleanupCommand::DeleteTombstoneOfLostEntry { name, at } => {
+                            delayed.push_back((name, at));
+                        }
+                    }
                 }
-                Some(CleanupCommand::DeleteTombstoneOfLostEntry { name, at }) => delayed.push_back((name, at)),
-                None => return,
-            },
+                // All requests end before the next delayed deletion.
+                join_all(requests).await;
+            }
         }
     }
 }
+
+/// The maximum number of concurrent clean-up requests. Callers create commands concurrently, so one
+/// request at a time would not keep up with them.
+const CLEANUP_REQUESTS_MAX: usize = 64;
 
 /// The maximum time from the response that shows a loss until the holder is notified. This crate
 /// sends no request in this time.

@@ -87,12 +87,18 @@ impl RedisStore {
         }
         let publish =
             redis::cmd(self.publish_command).arg(self.names.probe_channel()).arg("0").to_owned();
-        let published = self.connections.send_command(node, &publish).await;
-        if published.is_err_and(|error| error.kind() == BackendErrorKind::Denied) {
-            findings.push(Finding::warning(
-                "this user may not publish on the channels of the locks: releases wake no waiter, and waiters poll; grant the \
-                 channels and commands that the book lists for this layout",
-            ));
+        match self.connections.send_command(node, &publish).await {
+            Err(error) if error.kind() == BackendErrorKind::Denied => {
+                findings.push(Finding::warning(
+                    "this user may not publish on the channels of the locks: releases wake no waiter, and waiters poll; grant the \
+                     channels and commands that the book lists for this layout",
+                ));
+            }
+            Err(error) if !error.is_retryable() => findings.push(Finding::warning(format!(
+                "the server does not execute {}: releases wake no waiter, and waiters poll; set publish=plain",
+                self.publish_command
+            ))),
+            _ => {}
         }
         Ok(findings)
     }

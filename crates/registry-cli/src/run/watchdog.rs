@@ -2,9 +2,11 @@
 //! `lockreg` cannot if it was killed, or if it is stopped while the lease ends.
 //!
 //! `lockreg` writes lines to the stdin of the watchdog: `group GROUP GRACE`, `until DEADLINE`,
-//! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended. A watchdog
-//! that was stopped reads all lines in the pipe before it acts. The last line must therefore always
-//! fit into the pipe.
+//! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended.
+//!
+//! A watchdog that resumes after a stop signal reads all lines in the pipe before it acts, so the
+//! newest line decides. `lockreg` must therefore be able to write its newest line even if the pipe
+//! is full.
 
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
@@ -95,8 +97,8 @@ impl MessageSender {
     /// Returns the read end for the watchdog, and the sender.
     fn open() -> io::Result<(PipeReader, Self)> {
         let (read_end, pipe) = io::pipe()?;
-        // A stopped watchdog must not block `lockreg`. The read end must not block either, because
-        // the watchdog may empty the pipe first.
+        // A stopped watchdog must not block `lockreg`. Nor must `discard_oldest` block: the
+        // watchdog may have emptied the pipe since the write failed.
         fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         fcntl(&read_end, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         Ok((read_end.try_clone()?, Self { pipe, read_end, group_message: String::new() }))
@@ -123,9 +125,9 @@ impl MessageSender {
         }
     }
 
-    /// Removes the oldest messages, which a stopped watchdog has not read. Keeps the newer
-    /// messages. A watchdog that resumes before the next write must find a message that is newer
-    /// than the last one that it has read.
+    /// Removes the oldest messages, which a stopped watchdog has not read. Does not empty the pipe:
+    /// a watchdog that resumes before the next write would find nothing, and act on an outdated
+    /// deadline.
     fn discard_oldest(&mut self) {
         let _ = self.read_end.read(&mut [0; DISCARDED_BYTES]);
     }
@@ -198,7 +200,8 @@ impl<F: AsFd> MessageReader<F> {
 struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
-    /// The end of the lease, or earlier. The watchdog ends the group [`REACTION_LIMIT`] later.
+    /// The time until which the command may run: the end of the lease, less a margin of `elect`.
+    /// The watchdog ends the group [`REACTION_LIMIT`] later.
     /// `None` if it is not known yet, or if `lockreg` or this watchdog already ends the group.
     until: Option<Duration>,
 }

@@ -164,8 +164,8 @@ pub async fn a_run_that_lost_its_lock_does_not_record_the_tick(context: &TestCon
     assert_eq!(run_tick(&second, 7).await, Outcome::Ran(Some(7)));
 }
 
-/// If the reply to the write of a record is lost, the write is repeated. The tick does not run
-/// again, and the same call runs the later ticks.
+/// If the reply to the write of a job's record (its last completed tick) is lost, the write is
+/// repeated. The tick does not run again, and the call continues with the next missed tick.
 pub async fn a_record_with_a_lost_reply_is_repeated(context: &TestContext) {
     let faults = Faults::none().at_call(Operation::SetValue, 1, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
@@ -210,15 +210,16 @@ pub async fn a_run_may_be_dropped_at_every_poll(context: &TestContext) {
         let job = local.once("report").tick(tick).options(options);
         async move { job.run(async |_: Run| tokio::task::yield_now().await).await }
     };
-    let mut next = 1_000_000;
+    let mut other_tick = 0;
     sweep(make, 1_000, async |end| {
         if let SweepOutcome::Completed { output, .. } = end {
             let outcome = output.expect("the store answers");
             assert!(matches!(outcome, Outcome::Ran(()) | Outcome::AlreadyDone { .. }));
         }
-        next += 1;
+        // Another job of the same store still runs.
+        other_tick += 1;
         let options = LockOptions::new().wait(context.max_wait());
-        let job = remote.once("other").tick(next).options(options.clone());
+        let job = remote.once("other").tick(other_tick).options(options.clone());
         assert_eq!(job.run(async |_: Run| ()).await.expect("the job runs"), Outcome::Ran(()));
         // The lock of the dropped run is released.
         let lock = remote.obtain("report").lock_with(options).await.expect("the lock is free");

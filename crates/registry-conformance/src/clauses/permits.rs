@@ -51,8 +51,8 @@ pub async fn a_claim_takes_all_of_its_units_or_none(context: &TestContext) {
     let held = context.acquire_in(&*first, permit(3, 5)).await;
     for take in [3, 4, 5] {
         let busy = assert_busy(&*second, &context.claim(permit(take, 5))).await;
-        assert!(!busy.is_queued, "a claim that skips the queue has a place: {busy:?}");
-        assert_eq!(busy.units_in_store, None);
+        assert!(!busy.is_queued, "a claim that does not queue has a place: {busy:?}");
+        assert_eq!(busy.units_in_store, None, "the stated total is that of the store");
     }
     let fitting = context.acquire_in(&*second, permit(2, 5)).await;
     assert_busy(&*second, &context.claim(permit(1, 5))).await;
@@ -334,12 +334,13 @@ pub async fn a_claim_for_three_units_is_woken_when_the_third_is_released(context
         }
     };
     let acquired = async {
-        // A `wait` may end early. Each later `wait` must end with a further release.
+        // A `wait` may end before enough units are free. One of the remaining releases then ends
+        // the next `wait`.
         for _ in 0..100 {
             let busy = match attempt(&*second, &waiting_claim).await {
                 Attempt::Granted(_) => return,
                 Attempt::Busy(busy) => busy,
-                Attempt::Gone => panic!("{waiting_claim:?} is no conversion"),
+                Attempt::Gone => panic!("only a conversion returns `Gone`: {waiting_claim:?}"),
             };
             let wait = timeout(context.max_wait(), second.wait(&waiting_claim, &busy));
             wait.await.expect("a release ends the wait");
@@ -474,22 +475,22 @@ pub async fn a_different_total_of_units_is_an_error(context: &TestContext) {
 /// another process has waited longer for three. That caller gets its units when they are released.
 pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestContext) {
     let holding = semaphore(&context.registry().await, 3);
-    let (of_three, count_of_three) = context.counting_registry().await;
-    let (of_one, count_of_one) = context.counting_registry().await;
+    let (registry_for_three, busy_of_three) = context.counting_registry().await;
+    let (registry_for_one, busy_of_one) = context.counting_registry().await;
     let mut held = Vec::new();
     for _ in 0..3 {
         held.push(holding.acquire().await.expect("a unit is free"));
     }
-    let waits_for = |registry: &Registry, take| {
+    let spawn_caller = |registry: &Registry, take| {
         let (semaphore, wait) = (semaphore(registry, 3), context.max_wait());
         tokio::spawn(
             async move { semaphore.acquire_with(take, LockOptions::new().wait(wait)).await },
         )
     };
-    let three = waits_for(&of_three, 3);
-    context.eventually("the first caller waits", async || count_of_three.get() > 0).await;
-    let one = waits_for(&of_one, 1);
-    context.eventually("the second caller waits", async || count_of_one.get() > 0).await;
+    let three = spawn_caller(&registry_for_three, 3);
+    context.eventually("the first caller waits", async || busy_of_three.get() > 0).await;
+    let one = spawn_caller(&registry_for_one, 1);
+    context.eventually("the second caller waits", async || busy_of_one.get() > 0).await;
     unlock(held.pop().expect("three permits")).await;
     let one = one.await.expect("no panic").expect("one unit was released");
     assert!(!three.is_finished(), "more units are held than the semaphore has");
@@ -579,18 +580,19 @@ pub async fn permits_are_renewed_beyond_their_leases(context: &TestContext) {
 /// After a waiting `acquire_many` future is dropped, the units that it waited for can be taken.
 /// Dropping a guard frees its units.
 pub async fn a_dropped_caller_or_guard_returns_its_units(context: &TestContext) {
-    let (holding, (waiting, count)) = (context.registry().await, context.counting_registry().await);
+    let (holding, (waiting, busy_count)) =
+        (context.registry().await, context.counting_registry().await);
     let held = semaphore(&holding, 3).acquire_many(2).await.expect("two units are free");
     let waiting = semaphore(&waiting, 3);
     let caller = waiting.clone();
     let caller = tokio::spawn(async move { caller.acquire_many(3).await });
-    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    context.eventually("the caller waits in the store", async || busy_count.get() > 0).await;
     caller.abort();
     let one = waiting.try_acquire_for(context.max_wait()).await.expect("the store answers");
     let one = one.expect("one unit is free");
     drop(held);
-    let two = LockOptions::new().wait(context.max_wait());
-    let two = waiting.try_acquire_with(2, two).await.expect("the store answers");
+    let options = LockOptions::new().wait(context.max_wait());
+    let two = waiting.try_acquire_with(2, options).await.expect("the store answers");
     unlock(two.expect("the dropped guard returns its units")).await;
     unlock(one).await;
 }
@@ -678,7 +680,8 @@ pub async fn holders_returns_each_permit(context: &TestContext) {
 /// `close` releases the permits of its registry at its time limit. A waiting caller returns
 /// `LockError::Closed`. Permits of other registries stay held.
 pub async fn close_returns_the_units_of_its_process(context: &TestContext) {
-    let (remote, (local, count)) = (context.registry().await, context.counting_registry().await);
+    let (remote, (local, busy_count)) =
+        (context.registry().await, context.counting_registry().await);
     let theirs = semaphore(&remote, 4);
     let kept = theirs.acquire().await.expect("a unit is free");
     let ours = semaphore(&local, 4);
@@ -688,7 +691,7 @@ pub async fn close_returns_the_units_of_its_process(context: &TestContext) {
     ];
     let waiting = ours.clone();
     let waiting = tokio::spawn(async move { waiting.acquire_many(2).await });
-    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    context.eventually("the caller waits in the store", async || busy_count.get() > 0).await;
     let report = local.close(Duration::from_millis(50)).await;
     assert_eq!((report.lost, report.abandoned), (2, 0), "{report:?}");
     assert!(matches!(waiting.await.expect("no panic"), Err(LockError::Closed)));

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Invalidations, LockAdmin,
-    LockBackend, LockError, LockGuard, LockOptions, LostReason, MemoryBackend, Registry, Release,
-    Renewal,
+    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Finding, Invalidations,
+    LockAdmin, LockBackend, LockError, LockGuard, LockOptions, LostReason, MemoryBackend, Registry,
+    Release, Renewal,
 };
-use registry_redis::{Layout, RedisBackend, RedisConfig};
+use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
 use registry_testkit::{error_text, eventually, within};
@@ -509,6 +509,18 @@ async fn a_user_without_channel_permissions_can_lock_and_gets_a_warning() {
     assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
     let findings = registry_a.diagnose().await.unwrap();
     assert!(findings.iter().any(|finding| finding.message.contains("channel")), "{findings:?}");
+}
+
+#[tokio::test]
+async fn diagnose_reports_a_server_without_the_publish_command() {
+    let server = RedisServer::start(&["--rename-command", "SPUBLISH", ""]).await.unwrap();
+    let config = config(&server.url());
+    for (publish, is_reported) in [(Publish::Plain, false), (Publish::Sharded, true)] {
+        let backend = RedisBackend::open(config.clone().with_publish(publish)).await.unwrap();
+        let findings = backend.diagnose().await.unwrap();
+        let reports = |finding: &Finding| finding.message.contains("SPUBLISH");
+        assert_eq!(findings.iter().any(reports), is_reported, "{publish:?}: {findings:?}");
+    }
 }
 
 #[tokio::test]

@@ -60,7 +60,7 @@ const CLOSE_SESSION: i32 = -11;
 /// The session timeout in the request, in milliseconds. It is short because only the end of the
 /// session follows.
 const TIMEOUT: i32 = 1_000;
-/// The number of attempts to end a session, and the pause after a lost connection.
+/// The number of attempts to end a session, and the pause after a failed attempt.
 const TRIES: usize = 500;
 const PAUSE: Duration = Duration::from_millis(20);
 /// The maximum time of one attempt. When two connections claim the same session concurrently, one
@@ -69,9 +69,9 @@ const TRY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Takes over a session and ends it, as its own client could from another connection.
 ///
-/// A client of the same server reconnects as soon as it loses its connection, and then takes the
-/// session over in turn. The client may have taken it over before the server processes the end of
-/// the session, so this function retries.
+/// If the session's own client is connected to the same server, the take-over closes its
+/// connection. The client reconnects at once and takes the session back, possibly before the server
+/// processes the close request. This function therefore retries.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
     for attempt in 0..TRIES {
         let tried = timeout(TRY_LIMIT, take_over_and_close(addr, session)).await;
