@@ -1,7 +1,8 @@
 //! A tower layer that runs each request under the lock of its key. Feature `tower`.
 //!
-//! [`LockLayer`] is for any request, and a request that gets no lock fails with an error. With the
-//! feature `http`, `LockLayer::http` returns a layer that responds with a status instead.
+//! [`LockLayer`] works with every type of request. If the lock of a request cannot be acquired, the
+//! request fails with an error. With the feature `http`, `LockLayer::http` returns a layer that
+//! responds with a status instead.
 //!
 //! ```
 //! # use std::convert::Infallible;

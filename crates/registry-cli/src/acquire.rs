@@ -16,9 +16,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 use crate::args::AcquireArgs;
-use crate::exit::CliError;
+use crate::exit::{CliError, LOST};
 use crate::lock::{HeldLock, RequestedLock};
 use crate::output::{HolderView, Output, describe_holder, format_coarse, printable, whole_millis};
+use crate::run::RunEnd;
 use crate::signals::Signals;
 
 /// The result of an acquisition.
@@ -190,26 +191,33 @@ pub(crate) async fn close_without_locks(registry: &Registry) {
     let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
 }
 
-/// Closes `registry` at the end of `run`, `hold` or `elect`. Unless the lock was lost, waits until
-/// `min_hold` is over. A signal ends this wait, and the key then stays locked until its lease ends.
+/// Closes `registry` at the end of `run`, `hold` or `elect`, and returns the exit status. Unless
+/// the lock was lost, waits until `min_hold` is over. A signal ends this wait, and the key then
+/// stays locked until its lease ends.
 pub(crate) async fn close_after(
     registry: &Registry,
-    is_lost: bool,
+    ended: Result<RunEnd, CliError>,
     min_hold: Duration,
     signals: &mut Signals,
-) {
+) -> Result<u8, CliError> {
+    // The status alone does not show a loss: a command may exit with the same status.
+    let is_lost = match &ended {
+        Ok(ended) => matches!(ended, RunEnd::Lost { .. }),
+        Err(failure) => failure.status() == LOST,
+    };
     if is_lost {
         // The lock is already lost, and the caller should receive the exit status soon. The store
         // has one second to respond.
         let _ = timeout(SHORT_CLOSE_LIMIT, registry.close(Duration::ZERO)).await;
-        return;
-    }
-    tokio::select! {
-        _ = registry.close(CLOSE_LIMIT.saturating_add(min_hold)) => {}
-        _ = signals.next_termination(), if !min_hold.is_zero() => {
-            _ = registry.close(Duration::ZERO).await;
+    } else {
+        tokio::select! {
+            _ = registry.close(CLOSE_LIMIT.saturating_add(min_hold)) => {}
+            _ = signals.next_termination(), if !min_hold.is_zero() => {
+                _ = registry.close(Duration::ZERO).await;
+            }
         }
     }
+    ended.map(RunEnd::status)
 }
 
 /// The interval at which the progress line is redrawn.

@@ -77,9 +77,8 @@ impl ElectCommand {
             grace,
             output,
         };
-        let status = candidate.run(&observer, &mut signals).await;
-        close_after(&registry, exit::is_lost(&status), Duration::ZERO, &mut signals).await;
-        status
+        let ended = candidate.run(&observer, &mut signals).await;
+        close_after(&registry, ended, Duration::ZERO, &mut signals).await
     }
 }
 
@@ -92,7 +91,11 @@ struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    async fn run(&self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
+    async fn run(
+        &self,
+        observer: &LockObserver,
+        signals: &mut Signals,
+    ) -> Result<RunEnd, CliError> {
         loop {
             let role = self.election.role();
             let text = format!("campaigning for {}", printable(role));
@@ -101,7 +104,7 @@ impl Candidate<'_> {
                 biased;
                 won = self.election.campaign() => won,
                 signal = signals.next_termination() => {
-                    return Ok(exit::status_of_signal(signal as i32));
+                    return Ok(RunEnd::by_signal(signal));
                 }
             };
             // `LockedRun` writes this record when the command ends: the role has no leader.
@@ -112,7 +115,7 @@ impl Candidate<'_> {
                     tokio::select! {
                         () = sleep(RETRY_INTERVAL) => continue,
                         signal = signals.next_termination() => {
-                            return Ok(exit::status_of_signal(signal as i32));
+                            return Ok(RunEnd::by_signal(signal));
                         }
                     }
                 }
@@ -131,11 +134,10 @@ impl Candidate<'_> {
                 .with_margin(margin)
                 .with_recording(Recording::VacantRole(vacant_record));
             match locked.run(observer, signals).await {
-                Ok(RunEnd::Exited(status)) => return Ok(status),
-                Ok(RunEnd::Lost { is_end_requested: true }) => return Ok(exit::LOST),
                 // The next campaign begins.
-                Ok(RunEnd::Lost { .. }) | Err(CliError::Lock(LockError::Lost { .. })) => {}
-                Err(error) => return Err(error),
+                Ok(RunEnd::Lost { is_end_requested: false })
+                | Err(CliError::Lock(LockError::Lost { .. })) => {}
+                ended => return ended,
             }
         }
     }

@@ -62,11 +62,6 @@ pub(crate) enum CliError {
     Output(io::Error),
 }
 
-/// Returns whether `status` is that of a lost lock.
-pub(crate) fn is_lost(status: &Result<u8, CliError>) -> bool {
-    status.as_ref().map_or_else(CliError::status, |status| *status) == LOST
-}
-
 impl CliError {
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         Self::Usage(message.into())

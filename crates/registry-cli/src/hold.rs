@@ -18,6 +18,7 @@ use crate::args;
 use crate::exit::{self, CliError};
 use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, json_to_stdout, printable, whole_millis};
+use crate::run::RunEnd;
 use crate::signals::{Signals, is_termination_signal};
 use crate::store::StoreConfig;
 
@@ -69,7 +70,7 @@ impl HoldCommand {
         };
         warn_if_process_local(&registry, output);
         let lock = request.obtain(&registry);
-        let status = match acquire(
+        let ended = match acquire(
             &lock,
             request.key(),
             &acquire_options,
@@ -80,17 +81,15 @@ impl HoldCommand {
         )
         .await
         {
-            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
-            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Busy) => Ok(RunEnd::Exited(acquire_options.busy_status)),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(RunEnd::by_signal(signal)),
             Ok(AcquireOutcome::Held(guard)) => {
                 let has_fencing = registry.capabilities().fencing;
                 hold_until_end(guard, has_fencing, &mut signals, output).await
             }
             Err(failure) => Err(failure),
         };
-        let is_lost = exit::is_lost(&status);
-        close_after(&registry, is_lost, acquire_options.min_hold, &mut signals).await;
-        status
+        close_after(&registry, ended, acquire_options.min_hold, &mut signals).await
     }
 }
 
@@ -99,7 +98,7 @@ async fn hold_until_end(
     has_fencing: bool,
     signals: &mut Signals,
     output: Output,
-) -> Result<u8, CliError> {
+) -> Result<RunEnd, CliError> {
     let key = guard.key().to_owned();
     let token = guard.fencing_token().filter(|_| has_fencing).map(FencingToken::get);
     let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
@@ -121,7 +120,7 @@ async fn hold_until_end(
                 // `--also`.
                 drop(guard);
                 report_loss(output, key, reason).await;
-                return Ok(exit::LOST);
+                return Ok(RunEnd::Lost { is_end_requested: false });
             }
             written = &mut printing, if printed.is_none() => printed = Some(written),
             () = &mut done => break,
@@ -136,11 +135,11 @@ async fn hold_until_end(
     match (released, printed) {
         (Err(LockError::Lost { key, reason, .. }), _) => {
             report_loss(output, key, reason).await;
-            Ok(exit::LOST)
+            Ok(RunEnd::Lost { is_end_requested: false })
         }
         (_, Some(Err(failure))) => Err(failure),
         (Err(error), _) => Err(error.into()),
-        (Ok(()), _) => Ok(0),
+        (Ok(()), _) => Ok(RunEnd::Exited(0)),
     }
 }
 

@@ -13,7 +13,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{LockError, LostReason, Registry, observe::Observer};
+use lock_registry::{LockError, LostReason, observe::Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
@@ -90,7 +90,7 @@ impl RunCommand {
                 Ok(OnceOutcome::Signal(signal)) => Ok(RunEnd::by_signal(signal)),
                 Err(failure) => Err(failure),
             };
-            return close(&registry, ended, acquire_options.min_hold, &mut signals).await;
+            return close_after(&registry, ended, acquire_options.min_hold, &mut signals).await;
         }
         let lock = request.obtain(&registry);
         let ended = match acquire(
@@ -112,24 +112,8 @@ impl RunCommand {
             }
             Err(failure) => Err(failure),
         };
-        close(&registry, ended, acquire_options.min_hold, &mut signals).await
+        close_after(&registry, ended, acquire_options.min_hold, &mut signals).await
     }
-}
-
-/// Closes `registry`, and returns the exit status.
-async fn close(
-    registry: &Registry,
-    ended: Result<RunEnd, CliError>,
-    min_hold: Duration,
-    signals: &mut Signals,
-) -> Result<u8, CliError> {
-    // The status alone does not tell: a command may exit with the status of a lost lock.
-    let is_lost = match &ended {
-        Ok(ended) => matches!(ended, RunEnd::Lost { .. }),
-        Err(failure) => failure.status() == exit::LOST,
-    };
-    close_after(registry, is_lost, min_hold, signals).await;
-    ended.map(RunEnd::status)
 }
 
 /// A held lock, and the command to run under it.
@@ -161,12 +145,12 @@ pub(crate) enum RunEnd {
 
 impl RunEnd {
     /// A signal ended `lockreg` before the command was started.
-    fn by_signal(signal: Signal) -> Self {
+    pub(crate) fn by_signal(signal: Signal) -> Self {
         Self::Exited(exit::status_of_signal(signal as i32))
     }
 
-    /// Returns the exit status of `lockreg run`.
-    fn status(self) -> u8 {
+    /// Returns the exit status of `lockreg`.
+    pub(crate) fn status(self) -> u8 {
         match self {
             Self::Exited(status) => status,
             Self::Lost { .. } => exit::LOST,

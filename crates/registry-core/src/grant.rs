@@ -91,6 +91,9 @@ struct GrantState {
     fenced: bool,
     /// The store reported in the phase `Ending` that the claim is gone.
     gone_while_ending: bool,
+    /// The invalidation epoch of the key at the grant, or at the last invalidation that reached
+    /// this grant.
+    seen_epoch: Epoch,
     /// `PAST` without a `min_hold`.
     min_hold_end: Moment,
 }
@@ -237,6 +240,7 @@ impl ActiveGrant {
                 holds: 1,
                 fenced,
                 gone_while_ending: false,
+                seen_epoch: epoch_at_send,
                 min_hold_end,
             }),
             local_lock,
@@ -605,7 +609,10 @@ impl ActiveGrant {
     /// the claim is gone while its release was beginning.
     pub(crate) fn may_be_gone(&self) -> bool {
         let state = self.state();
-        state.gone_while_ending || state.lease.is_suspect()
+        // A claim that is not scheduled any more receives no invalidation.
+        state.gone_while_ending
+            || state.lease.is_suspect()
+            || state.seen_epoch != self.local_lock.invalidation_epoch()
     }
 
     /// Returns the remaining time of `min_hold`.
@@ -703,6 +710,7 @@ impl Renewable for ActiveGrant {
 
     fn invalidate(self: Arc<Self>, now: Moment) {
         let mut state = self.state();
+        state.seen_epoch = self.local_lock.invalidation_epoch();
         // In the phase `Ending`, the grant needs no timer: the recorded invalidation makes
         // `may_hand_over` return false.
         if state.lease.on_invalidated(now) && state.phase == GrantPhase::Held {

@@ -198,7 +198,7 @@ impl LockGuard {
     /// or from an acquisition by the same [`Owner`]. If the
     /// [`min_hold`](crate::LockOptions::min_hold) is not over, this returns without waiting for its
     /// end; the background releaser then frees the key. If the lease would end before the
-    /// `min_hold`, this first waits for a renewal.
+    /// `min_hold`, or an invalidation has not been verified yet, this first waits for a renewal.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
@@ -516,7 +516,7 @@ async fn release_after_min_hold(
     engine: &Engine,
     key: &Key,
 ) -> Result<(), LockError> {
-    let (first_renewal_sender, first_renewal) = oneshot::channel();
+    let (first_renewal_sender, mut first_renewal) = oneshot::channel();
     let limit = engine.defaults.operation_timeout;
     let unpolled_max = ending.grant().lease_length();
     let context = ReleaseContext {
@@ -528,11 +528,14 @@ async fn release_after_min_hold(
         biased;
         // The claim was lost, or its `min_hold` has ended meanwhile.
         outcome = job.response_within_even_if_unpolled(limit, unpolled_max) => {
-            outcome.map_or(Ok(()), |outcome| release_result(outcome, key))
+            match first_renewal.try_recv() {
+                Ok(Err(reason)) => Err(lost_error(key, reason)),
+                _ => outcome.map_or(Ok(()), |outcome| release_result(outcome, key)),
+            }
         }
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
-        outcome = first_renewal => {
+        outcome = &mut first_renewal => {
             outcome.unwrap_or(Ok(())).map_err(|reason| lost_error(key, reason))
         }
     }

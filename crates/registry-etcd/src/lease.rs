@@ -60,8 +60,8 @@ impl EtcdLease {
 
     /// Records a response of a majority, in `term`, to a request sent after the last
     /// `LeaseKeepAlive` response. If the terms are equal, the leader that extended the lease was
-    /// still the leader. The extension then counts. Any later leader extends each lease to its full
-    /// duration.
+    /// still the leader. The extension then counts, even if the leader changes later: a new leader
+    /// restarts each lease with its full duration.
     pub(crate) fn record_majority_response(&mut self, term: u64) {
         if let Some(unconfirmed) = self.unconfirmed.take_if(|unconfirmed| unconfirmed.term <= term)
             && unconfirmed.term == term
@@ -72,8 +72,8 @@ impl EtcdLease {
 }
 
 /// Returns the duration in seconds of the etcd lease for a claim's `lease`: rounded up to whole
-/// seconds, plus one. Within this additional second, another claim can reuse the lease without an
-/// extension.
+/// seconds, plus one. For this additional second, the etcd lease still lasts long enough for the
+/// next claim of the same duration, which reuses it without an extension.
 pub(crate) fn ttl_seconds(lease: Duration) -> i64 {
     let whole = lease.as_secs() + u64::from(lease.subsec_nanos() > 0);
     i64::try_from(whole).unwrap_or(i64::MAX - 1) + 1

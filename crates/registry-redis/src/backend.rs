@@ -82,6 +82,7 @@ impl RedisBackend {
         #[cfg(feature = "tls")]
         let config = config.with_pem_files()?;
         let addresses: Arc<str> = all_addresses(&config.servers).into();
+        // An error that names its server keeps that address.
         let with_address = |error: BackendError| error.with_address(Arc::clone(&addresses));
         let invalidations = InvalidationForwarder::new(key_names(&config));
         let storage = match &config.servers {
@@ -95,6 +96,7 @@ impl RedisBackend {
         Ok(Self { config, addresses, storage: Arc::new(storage), invalidations })
     }
 
+    /// Adds the addresses of all servers to an error that names no server.
     fn with_address(&self, error: BackendError) -> BackendError {
         error.with_address(Arc::clone(&self.addresses))
     }
@@ -116,6 +118,8 @@ impl RedisBackend {
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
             AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
+                // The version is the number of the last event before the request. `wait` returns at
+                // a later event.
                 let mut busy = Busy::new().with_seen_version(event_seq).with_holder(holder);
                 // A Spring peer with a spin lock publishes no release, so the engine must keep
                 // polling.

@@ -16,7 +16,7 @@ use crate::process::HelperProcess;
 
 /// The maximum time until a server is ready, or until it has ended. A typical start takes 50 ms.
 pub(crate) const SERVER_TIME_LIMIT: Duration = Duration::from_secs(60);
-/// The maximum time for the kernel to stop or end a process.
+/// The maximum time for a process to stop or end after a signal.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(30);
 
 /// A shell script that runs its arguments as a server and first prints the server's process id. The
@@ -217,7 +217,7 @@ fn process_state(pid: Pid) -> Option<char> {
 }
 
 /// Blocks the thread until `done` returns true or [`SIGNAL_LIMIT`] has passed. The thread may run
-/// async tasks, so use it only for operations that the kernel completes almost immediately.
+/// async tasks, so call this function only for operations that normally end within milliseconds.
 fn block_until(mut done: impl FnMut() -> bool) {
     let started = std::time::Instant::now();
     while !done() && started.elapsed() < SIGNAL_LIMIT {

@@ -61,11 +61,12 @@ const OPTIONS: &[OptionRow] = &[
     OptionRow::POLL.with_default("`2s`"),
     OptionRow::TIMEOUT,
     OptionRow::layout(&["native", "curator"]),
-    OptionRow::CONNECT_TIMEOUT.with_default("`5s`; `2s` for repeating"),
+    OptionRow::CONNECT_TIMEOUT
+        .with_default("`5s` for one attempt, `2s` for repeating failed attempts"),
     OptionRow::time(
         "session",
         (ZkConfig::SESSION_TIMEOUT_MIN, ZkConfig::SESSION_TIMEOUT_MAX),
-        "twice the `lease`, or `30s`",
+        "twice the option `lease` if it is set, else `30s`",
         "how long the servers keep the session after the last message of this process; they may grant more or less",
     ),
     OptionRow::new(
@@ -305,12 +306,13 @@ impl ZkConfig {
     /// Limits the sessions of the backend, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each
     /// session has its own connection.
     ///
-    /// A session can watch all its nodes up to 96 KiB of paths. The paths of held locks and of
-    /// waiters count together. When every session has reached this size, the backend opens another
-    /// session. Each session except the oldest ends after it has had no node for its time-out. At
-    /// the limit of sessions, and while no further session can be opened, each session takes up to
-    /// [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all sessions are full, the
-    /// error of an attempt has the source [`SessionsExhausted`](crate::SessionsExhausted). Default:
+    /// A session watches all its nodes while their paths take at most 96 KiB together. The paths of
+    /// held locks and of waiters count together. When every session has reached this size, the
+    /// backend opens another session. A session without nodes ends after the length of its
+    /// time-out, except the oldest session. At the limit of sessions, and while no further session
+    /// can be opened, each session takes up to [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of
+    /// paths. When all sessions are full, the error of an attempt has the source
+    /// [`SessionsExhausted`](crate::SessionsExhausted). Default:
     /// [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
     #[must_use]
     pub fn with_sessions_max(mut self, sessions: u32) -> Self {
@@ -478,8 +480,8 @@ impl ZkConfig {
         if self.is_curator_semaphore() && !self.acl_grants_write() {
             return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
-        // In the native layout, root `/` is refused. Otherwise, the namespaces could be children of
-        // the tree's root node, next to the nodes of other programs.
+        // The native layout refuses root `/`, because its namespaces would be children of the
+        // tree's root node, next to the nodes of other programs.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
         if !is_valid_path(self.root()) && !is_root_allowed {
             return Err(OptionError::new("root", "is not a valid path; an example is `/locks`"));
@@ -740,8 +742,9 @@ impl BackendConfig for ZkConfig {
     }
 }
 
-/// Returns the longest lease in a session of this time-out. With regular confirmations, the session
-/// is certain to exist for more than half of its time-out at any time. See `session_validity`.
+/// Returns the longest lease in a session of this time-out. While confirmations arrive regularly,
+/// the session is at any time certain to exist for at least another half of its time-out. See
+/// `session_validity`.
 pub(crate) fn lease_max(session_timeout: Duration) -> Duration {
     session_timeout / 2
 }
@@ -773,8 +776,9 @@ fn parse_acl(text: &str) -> Option<Acl> {
 ///
 /// The client library's own limit is two fifths of the session time-out, nearly as long as the
 /// longest lease. This limit is a fifth of the session time-out, or the request time-out if that is
-/// shorter. Shorter leases therefore survive a half-open connection. [`CONNECTION_TIMEOUT_MIN`] is
-/// the lower bound, because the client must not drop the connection to a busy server.
+/// shorter. Leases shorter than the longest one therefore survive a half-open connection too.
+/// [`CONNECTION_TIMEOUT_MIN`] is the lower bound, because the client must not drop the connection
+/// to a busy server.
 fn connection_timeout(session_timeout: Duration, request_timeout: Duration) -> Duration {
     let connection_timeout = (session_timeout / 5).min(request_timeout);
     connection_timeout.max(CONNECTION_TIMEOUT_MIN.min(session_timeout * 2 / 5))
@@ -848,8 +852,8 @@ const CONNECTION_TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
 const POLL: Duration = Duration::from_secs(2);
 
-/// The time after which the backend watches the node of a held lock. It does not watch shorter
-/// holds, because each watch costs a request.
+/// The time from a grant to its first verification, which also sets a watch on the node of the
+/// lock. A lock that is held for less time gets no watch, because each watch costs a request.
 const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// The maximum number of claims per renewal. All renewals of a session share one request.

@@ -244,7 +244,8 @@ async fn locks(
     Ok(json(listing.clone()))
 }
 
-/// The answer of `/api/locks/KEY`: the key as `lockreg --json show` prints it, and its holds.
+/// The answer of `/api/locks/KEY`: the lock as `lockreg --json show KEY` prints it, and the history
+/// of its holds.
 #[derive(Serialize)]
 struct LockDetails<'a> {
     taken_at_ms: u64,
@@ -380,7 +381,8 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
     }
 }
 
-/// Sends an event with all rows, and then an event after each attempt to take a snapshot.
+/// Sends an event with all rows of the page's table, and then an event after each attempt to take a
+/// snapshot.
 async fn events(State(server): State<Arc<Server>>) -> Result<Response, Failure> {
     if server.monitor.event_stream_count() >= EVENT_STREAMS_MAX {
         return Err(Failure::new(

@@ -82,8 +82,8 @@ pub async fn an_attempt_with_one_busy_key_holds_none(context: &TestContext) {
 }
 
 /// A repeated attempt for several keys returns the same tokens, also through single requests, and
-/// one release of each claim frees its key. If a reply was lost because a connection had broken
-/// while idle, the engine repeats the attempt with single requests.
+/// one release of each claim frees its key. The engine uses single requests to repeat an attempt
+/// whose reply was lost with an idle connection.
 pub async fn a_repeated_attempt_for_several_keys_has_the_same_tokens(context: &TestContext) {
     let client = context.client().await;
     let claims = claims(context);
@@ -123,7 +123,7 @@ pub async fn tokens_of_several_keys_increase(context: &TestContext) {
             };
             for (last, grant) in last.iter_mut().zip(&grants) {
                 assert!(Some(grant.token) > *last, "{grant:?} after {last:?}");
-                // All tokens of the block are used.
+                // The release reports all tokens of the block as used.
                 *last = grant.token.checked_add(u64::from(block) - 1);
             }
             release_all(&*client, &claims).await;

@@ -31,7 +31,7 @@ pub(super) enum BackendRequest {
 /// requests in execution and closes `backend`. At the end of the input, drops these requests.
 ///
 /// # Panics
-/// If a request that is in execution at a `Close` panics.
+/// If a request panicked. Panics at the next message, or at a `Close`.
 ///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.

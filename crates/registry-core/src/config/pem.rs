@@ -72,6 +72,12 @@ impl PemFiles {
         self.ca.is_some()
     }
 
+    /// Returns whether the option `cert` is set.
+    #[must_use]
+    pub fn has_cert(&self) -> bool {
+        self.cert.is_some()
+    }
+
     /// Returns whether no option is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -14,8 +14,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ConfigError, FencingToken, Grant,
-    GuaranteeClass, LockBackend, LockError, LockOptions, LockRegistry, LockRegistryExt, LostReason,
-    MemoryBackend, Owner, Reach, Registry, RegistryBuilder, Release, Renewal,
+    GuaranteeClass, Invalidations, LockBackend, LockError, LockOptions, LockRegistry,
+    LockRegistryExt, LostReason, MemoryBackend, Owner, Reach, Registry, RegistryBuilder, Release,
+    Renewal,
 };
 use tokio::time::advance;
 
@@ -183,6 +184,52 @@ async fn unlock_before_the_end_of_a_min_hold_reports_a_loss() {
     let options = LockOptions::new().min_hold(secs(60));
     let guard = ours.obtain("k").lock_with(options).await.unwrap();
     assert!(theirs.force_release("k").await.unwrap());
+    let outcome = guard.unlock().await;
+    assert!(
+        matches!(outcome, Err(LockError::Lost { reason: LostReason::Gone, .. })),
+        "{outcome:?}"
+    );
+}
+
+/// The in-process store, with renewals that take a second.
+#[derive(Debug)]
+struct SlowRenewalStore(MemoryBackend);
+
+#[async_trait]
+impl LockBackend for SlowRenewalStore {
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.0.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        tokio::time::sleep(secs(1)).await;
+        self.0.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.0.release(claim).await
+    }
+
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.0.subscribe(invalidations);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unlock_during_the_verification_of_an_invalidation_reports_a_loss() {
+    let store = MemoryBackend::new();
+    let ours = Registry::builder(Arc::new(SlowRenewalStore(store.clone()))).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    // Shorter than the lease, so the `min_hold` alone requires no renewal.
+    let options = LockOptions::new().min_hold(secs(20));
+    let guard = ours.obtain("k").lock_with(options).await.unwrap();
+    assert!(theirs.force_release("k").await.unwrap());
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(guard.is_held(), "the verification is in flight");
     let outcome = guard.unlock().await;
     assert!(
         matches!(outcome, Err(LockError::Lost { reason: LostReason::Gone, .. })),

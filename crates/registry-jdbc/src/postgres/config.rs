@@ -207,11 +207,14 @@ impl PostgresConfig {
     /// configuration overrides.
     fn file_variables(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
-        return match (&self.settings.encryption.authority, &self.settings.encryption.client) {
-            (None, None) => &["PGSSLROOTCERT", "PGSSLCERT", "PGSSLKEY"],
-            (Some(_), None) => &["PGSSLCERT", "PGSSLKEY"],
-            (None, Some(_)) => &["PGSSLROOTCERT"],
-            (Some(_), Some(_)) => &[],
+        return match (
+            self.settings.encryption.has_authority(),
+            self.settings.encryption.has_client(),
+        ) {
+            (false, false) => &["PGSSLROOTCERT", "PGSSLCERT", "PGSSLKEY"],
+            (true, false) => &["PGSSLCERT", "PGSSLKEY"],
+            (false, true) => &["PGSSLROOTCERT"],
+            (true, true) => &[],
         };
         #[cfg(not(feature = "tls"))]
         &[]

@@ -14,8 +14,9 @@ use super::sql::{self, PgStatements};
 use super::statement::simple_query;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
-/// Opens the store on a separate connection. Dropping the future closes that connection, and the
-/// server rolls unfinished work back.
+/// Opens the store on a separate connection. Returns the statements, and the id of the tables from
+/// the meta row. Dropping the future closes that connection, and the server rolls unfinished work
+/// back.
 pub(super) async fn open(config: &PostgresConfig) -> Result<(PgStatements, Vec<u8>), BackendError> {
     let mut connection = super::client::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
@@ -59,12 +60,12 @@ async fn check_tables(
     let rows = simple_query(connection, row_statements.meta.as_str().to_owned())
         .await
         .map_err(Postgres::explain)?;
-    let id = read_meta::<Postgres>(&rows)?;
-    Ok((statements, id))
+    let tables_id = read_meta::<Postgres>(&rows)?;
+    Ok((statements, tables_id))
 }
 
-/// Returns the schema that contains the tables, or `None` if the meta table or the newest table is
-/// missing.
+/// Returns the schema that contains the tables. Returns `None` if the meta table is missing, or the
+/// table of waiters, which was added to the schema last.
 async fn find_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
@@ -83,7 +84,7 @@ async fn find_tables(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
          WHERE pg_class.oid = to_regclass('{meta}') AND to_regclass('{newest}') IS NOT NULL"
     );
-    // Every pooler passes plain text on unchanged.
+    // A simple query without a prepared statement works through every connection pooler.
     let rows = simple_query(connection, text).await.map_err(Postgres::explain)?;
     rows.first().map(|row| row.try_get(0).map_err(Postgres::explain)).transpose()
 }

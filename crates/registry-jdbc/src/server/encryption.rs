@@ -65,14 +65,30 @@ impl EncryptionSettings {
         "whether connections are encrypted, and whether the server is verified",
     );
 
+    /// Sets the mode. Replaces an earlier value of the option `sslmode`.
     pub(crate) fn set(&mut self, encryption: Encryption) {
         self.encryption = encryption;
+        self.sslmode = Some(encryption);
     }
 
+    /// Sets the trusted certificates. The servers are then verified, whatever mode was set before.
     #[cfg(feature = "tls")]
     pub(crate) fn set_authority(&mut self, certificates: Vec<u8>) {
         self.authority = Some(certificates);
         self.encryption = Encryption::VerifyHost;
+        self.sslmode = None;
+    }
+
+    /// Returns whether trusted certificates are set, by a method or an option.
+    #[cfg(feature = "tls")]
+    pub(crate) fn has_authority(&self) -> bool {
+        self.authority.is_some() || self.pem_files.has_ca()
+    }
+
+    /// Returns whether a client's certificate is set, by a method or an option.
+    #[cfg(feature = "tls")]
+    pub(crate) fn has_client(&self) -> bool {
+        self.client.is_some() || self.pem_files.has_cert()
     }
 
     /// Sets an option, if `name` is an option of encryption. Returns whether it is.
@@ -123,8 +139,9 @@ impl EncryptionSettings {
         #[cfg(feature = "tls")]
         {
             let pem = self.pem_files.read(server)?;
-            if let Some(authority) = pem.ca {
-                self.set_authority(authority);
+            if pem.ca.is_some() {
+                self.authority = pem.ca;
+                self.encryption = Encryption::VerifyHost;
             }
             if pem.client.is_some() {
                 self.client = pem.client;

@@ -16,8 +16,8 @@ use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// Binds the parameters of statements. The fields are the parameters that all statements of a
-/// backend share; their clones share memory.
+/// Binds the parameters of statements. The fields are the clock, and the two parameters that most
+/// statements need.
 #[derive(Debug)]
 pub(super) struct SqliteStatementBinder {
     pub(super) clock: Arc<dyn StoreClock>,
@@ -47,25 +47,26 @@ impl SqliteStatementBinder {
         let (since, until) = (now.cast_unsigned(), until.cast_unsigned());
         let mut record = LockRecord::new();
         record.insert(LockRecord::granted_entry(claim, token, since, until));
-        let label = Some(record.to_text());
+        let record_text = Some(record.to_text());
         self.grant(
             sql::ACQUIRE_AT,
             claim,
             RECORD_MARKER.to_vec(),
             token.get().cast_signed(),
-            label,
+            record_text,
             now,
         )
     }
 
-    /// Binds the parameters that [`sql::ACQUIRE_AT`] and [`sql::ACQUIRE_ABOVE`] share.
+    /// Binds the parameters that [`sql::ACQUIRE_AT`] and [`sql::ACQUIRE_ABOVE`] share. With
+    /// [`RECORD_MARKER`] in the column `claim`, the column `label` contains the record.
     fn grant(
         &self,
         sql: &'static str,
         claim: &Claim,
         claim_column: Vec<u8>,
         token: i64,
-        label: Option<String>,
+        label_column: Option<String>,
         now: i64,
     ) -> SqliteQuery {
         query(sql)
@@ -74,7 +75,7 @@ impl SqliteStatementBinder {
             .bind(claim_column)
             .bind(token)
             .bind(i64::from(claim.token_block()))
-            .bind(label)
+            .bind(label_column)
             .bind(now)
             .bind(now.saturating_add(to_micros(claim.lease())))
             .bind(Arc::clone(&self.boot))
@@ -244,8 +245,9 @@ impl SqliteStatementBinder {
         batch: &'static BatchStatement,
         claims: &[Claim],
     ) -> SqliteQuery {
-        let used = |claim: &Claim, _| i64::from(claim.token_block());
-        self.claims_query(batch, claims, used)
+        // At a release, the claim's token block is the number of tokens that its holder has used.
+        let used_tokens = |claim: &Claim, _| i64::from(claim.token_block());
+        self.claims_query(batch, claims, used_tokens)
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
@@ -279,7 +281,8 @@ impl SqliteStatementBinder {
         statement
     }
 
-    /// Binds [`sql::HELD_VERSIONS`].
+    /// Binds [`sql::HELD_VERSIONS`], which returns those of `keys` that are held, each with the
+    /// version of its row.
     pub(super) fn held_versions(
         &self,
         batch: &'static BatchStatement,

@@ -49,7 +49,8 @@ impl<S: Servers> SharedServers for Shared<S> {
     fn applies(&self, clause: &Clause) -> bool {
         let accepts_keys =
             S::ACCEPTS_ALL_KEYS || clause.theme != "keys" || clause.name.contains("refused");
-        accepts_keys && (S::COMPARES_UNITS || !clause.name.starts_with("another_number_of_units"))
+        accepts_keys
+            && (S::COMPARES_UNITS || !clause.name.starts_with("a_different_total_of_units"))
     }
 
     async fn restart(&mut self) {
