@@ -514,7 +514,7 @@ async fn a_user_without_channel_permissions_can_lock_and_gets_a_warning() {
 #[tokio::test]
 async fn diagnose_reports_a_server_without_the_publish_command() {
     let server = RedisServer::start(&["--rename-command", "SPUBLISH", ""]).await.unwrap();
-    let config = config(&server.url());
+    let config = RedisConfig::from_url(&server.url()).unwrap();
     for (publish, is_reported) in [(Publish::Plain, false), (Publish::Sharded, true)] {
         let backend = RedisBackend::open(config.clone().with_publish(publish)).await.unwrap();
         let findings = backend.diagnose().await.unwrap();
