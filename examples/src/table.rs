@@ -71,8 +71,7 @@ impl TableBackend {
     ) -> Result<T, BackendError> {
         let (reply, result) = oneshot::channel();
         let sent = self.statements.send(Box::new(move |table| drop(reply.send(statement(table)))));
-        // The statement was not sent, so the table did not change. `as_refused` means that no
-        // clean-up is needed.
+        // Not sent, so the table did not change. `as_refused` means: no clean-up is needed.
         sent.await.map_err(|_| BackendError::transient("the table has ended").as_refused())?;
         // The statement was sent but has no result, so the table may have executed it. The engine
         // then repeats the request or releases the claim.
@@ -95,8 +94,7 @@ impl LockBackend for TableBackend {
             let free = TableRow { claim: None, first_token: 0, last_token: 0, until: now };
             let row = table.rows.entry(claim.key().clone()).or_insert(free);
             match row.live_claim() {
-                // The claim repeats its request after a lost reply: it gets the same grant and
-                // token.
+                // Repeated after a lost reply: the claim gets the same grant and token.
                 Some(holder) if holder == claim.id() => {}
                 Some(_) => {
                     let busy = Busy::new().with_retry_after(row.until - now);

@@ -127,8 +127,9 @@ class JdbcLock:
             try:
                 with connection.cursor() as cursor:
                     if set_isolation:
-                        # In MariaDB, the statement applies to the next transaction, which `work` begins. In PostgreSQL,
-                        # the driver begins a transaction before it, and it applies to that one.
+                        # In MariaDB, the statement applies to the next transaction, which `work`
+                        # begins. In PostgreSQL, the driver begins a transaction before it, and it
+                        # applies to that one.
                         cursor.execute(set_isolation)
                     answer = work(cursor)
                 connection.commit()

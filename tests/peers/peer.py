@@ -75,7 +75,8 @@ class Wait:
 
 def connect(url):
     """Returns a client that repeats no request, and whether it is a client of a cluster."""
-    # A repeated request could acquire the lock for a caller that received no reply to its first request.
+    # A repeated request could acquire the lock for a caller that received no reply to its first
+    # request.
     options = {"retry": Retry(NoBackoff(), 0), "socket_timeout": 60, "socket_connect_timeout": 60}
     client = redis.Redis.from_url(url, protocol=2, **options)
     if not client.info("cluster").get("cluster_enabled"):
@@ -109,7 +110,8 @@ def open_lock(options):
 def new_listener(client, cluster, channel):
     if not cluster:
         return client.pubsub()
-    # Messages of a sharded channel reach only the node of its slot. Messages of other channels reach all nodes.
+    # Messages of a sharded channel reach only the node of its slot. Messages of other channels
+    # reach all nodes.
     node = client.get_node_from_key(channel)
     return client.get_redis_connection(node).pubsub()
 

@@ -48,8 +48,8 @@ UNLOCK_MESSAGE = 0
 # `lockWatchdogTimeout`, unless it is set.
 LEASE_MS = 30_000
 
-# The expiry of the latch of a release. In Redisson, it is (timeout + delay(retryAttempts)) * retryAttempts. This is the
-# maximum with the default options.
+# The expiry of the latch of a release. In Redisson, it is (timeout + delay(retryAttempts)) *
+# retryAttempts. This is the maximum with the default options.
 LATCH_MS = 20_000
 
 FOREVER_S = 24 * 60 * 60
@@ -95,7 +95,8 @@ class RedissonLock:
             self.unsubscribe()
 
     def subscribe(self):
-        # Waits for the confirmation of the last unsubscription: earlier messages belong to the last wait.
+        # Waits for the confirmation of the last unsubscription: earlier messages belong to the last
+        # wait.
         while self.listener.subscribed:
             self.listener.get_message(timeout=1)
         if self.verb == "SPUBLISH":
@@ -113,8 +114,9 @@ class RedissonLock:
             self.listener.unsubscribe(self.channel)
 
     def await_message(self, wait, left_ms):
-        # In Redisson, each message adds a permit to the semaphore of the waiting callers, even if no caller waits. Messages that
-        # arrived earlier therefore count too. The wait for a lock without a lease has no limit.
+        # In Redisson, each message adds a permit to the semaphore of the waiting callers, even if
+        # no caller waits. Messages that arrived earlier therefore count too. The wait for a lock
+        # without a lease has no limit.
         message = self.listener.get_message(timeout=FOREVER_S if left_ms < 0 else left_ms / 1000)
         if message is None:
             wait.timed_out()

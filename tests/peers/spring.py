@@ -108,7 +108,8 @@ class PubSubLock(SpringLock):
         if self.listener is None:
             self.listen()
         while True:
-            # Spring's listener drops messages that arrive while no caller has registered for the key.
+            # Spring's listener drops messages that arrive while no caller has registered for the
+            # key.
             while self.listener.get_message(timeout=0) is not None:
                 pass
             if self.try_lock():
@@ -128,7 +129,8 @@ class PubSubLock(SpringLock):
             raise RuntimeError(f"the subscription was answered with {confirmed}")
 
     def await_message(self, wait):
-        # As in the original, the wait ends after the waiter's own lease, even if the holder's lease ends later.
+        # As in the original, the wait ends after the waiter's own lease, even if the holder's lease
+        # ends later.
         deadline = time.monotonic() + self.lease_ms / 1000
         while (left := deadline - time.monotonic()) > 0:
             message = self.listener.get_message(timeout=left)

@@ -59,8 +59,9 @@ class KazooLock:
                 if not lock.acquire(**options):
                     return False
             except NoNodeError:
-                # ZooKeeper removes an empty container that Curator or we have created. This can happen after kazoo has checked
-                # that the parent exists, and before it creates its node.
+                # ZooKeeper removes an empty container that Curator or we have created. This can
+                # happen after kazoo has checked that the parent exists, and before it creates its
+                # node.
                 continue
             self.held_lock = lock
             return True

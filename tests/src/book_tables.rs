@@ -247,6 +247,18 @@ const PROBLEMS: &[&str] = &[
     "the certificates ",
     "cannot ",
     "no store URL ",
+    "a server ",
+    "a cluster ",
+    "a quorum ",
+    "a member ",
+    "no member ",
+    "keys would ",
+    "the client certificate ",
+    "the list of servers ",
+    "the name of a member ",
+    "the request time-out ",
+    "the service name ",
+    "the user agent ",
 ];
 
 /// Words by which SQL statements are recognised: they can contain a semicolon too.

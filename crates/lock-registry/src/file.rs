@@ -43,7 +43,7 @@ impl RegistryConfig {
         if let Some(section) = table.remove(SECTION) {
             let toml::Value::Table(section) = section else {
                 return Err(ConfigError::Invalid(format!(
-                    "`{SECTION}` in {} must be a table",
+                    "`{SECTION}` in {} must be a table; write `[{SECTION}]`",
                     Origin::File
                 )));
             };
@@ -68,7 +68,10 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
     let line = error
         .span()
         .map_or(1, |span| text.bytes().take(span.start).filter(|byte| *byte == b'\n').count() + 1);
-    ConfigError::Invalid(format!("{} is not valid TOML at line {line}", Origin::File))
+    ConfigError::Invalid(format!(
+        "{} is not valid TOML at line {line}; correct the syntax there",
+        Origin::File
+    ))
 }
 
 /// The value of an option.
@@ -91,7 +94,7 @@ impl OptionValue {
                     .filter(|error| matches!(error, ConfigError::Unknown { .. }))
                     .map_or_else(
                         || Err(ConfigError::Invalid(format!(
-                            "option {name:?} in {} must be text, a whole number, `true` or `false`",
+                            "option {name:?} in {} must be text, a whole number, `true` or `false`; write one of these",
                             Origin::File
                         ))),
                         Err,

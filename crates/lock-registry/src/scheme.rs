@@ -157,9 +157,10 @@ static ETCD: Option<&StoreKind> = store!("etcd", registry_etcd::STORE);
 
 #[cfg(test)]
 mod tests {
-    use registry_core::config::{BackendConfig, UrlParts, Values, format_time};
+    use registry_core::config::{BackendConfig, UrlParts};
 
     use super::*;
+    use crate::options::example_value;
 
     /// Returns the configuration of a store of `scheme`.
     fn config(scheme: &str) -> Box<dyn BackendConfig> {
@@ -187,15 +188,7 @@ mod tests {
             let mut config = config(scheme);
             let store_scheme = config.scheme();
             for row in config.kind().rows().filter(|row| row.applies_to(store_scheme)) {
-                let value = match row.values {
-                    Values::Time { max, .. } => format_time(max),
-                    Values::Switch => "true".to_owned(),
-                    Values::Count { min, .. } => min.to_string(),
-                    Values::Choice { names, .. } => names[0].to_owned(),
-                    Values::Secret { non_secret_values: [name, ..], .. } => (*name).to_owned(),
-                    _ => "/text".to_owned(),
-                };
-                let assigned = config.set(row.name, &value);
+                let assigned = config.set(row.name, &example_value(row));
                 assigned.unwrap_or_else(|error| panic!("{scheme}: {error}"));
             }
         }

@@ -284,16 +284,16 @@ where
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        let acquisition = self.layer.acquisition(&request);
-        Box::pin(run(self.take_ready(), request, acquisition, |_, _| {}))
+        let request_lock = self.layer.request_lock(&request);
+        Box::pin(run(self.take_ready(), request, request_lock, |_, _| {}))
     }
 }
 
 /// The lock of one request and how to acquire it. `None` for a request without a lock.
-type Acquisition = Option<(DistributedLock, ClaimMode, LockOptions)>;
+type RequestLock = Option<(DistributedLock, ClaimMode, LockOptions)>;
 
 impl<KeyFn, M> LockLayer<KeyFn, M> {
-    fn acquisition<R, K>(&self, request: &R) -> Result<Acquisition, K::Error>
+    fn request_lock<R, K>(&self, request: &R) -> Result<RequestLock, K::Error>
     where
         KeyFn: Fn(&R) -> K,
         K: LockKey,
@@ -319,10 +319,10 @@ impl<S: Clone, KeyFn, M> LockService<S, KeyFn, M> {
 async fn run<S: Service<R>, R, E>(
     mut inner: S,
     mut request: R,
-    acquisition: Result<Acquisition, E>,
+    request_lock: Result<RequestLock, E>,
     attach: impl FnOnce(&mut R, FencingToken),
 ) -> Result<S::Response, LockServiceError<S::Error, E>> {
-    let Some((lock, mode, options)) = acquisition.map_err(LockServiceError::Key)? else {
+    let Some((lock, mode, options)) = request_lock.map_err(LockServiceError::Key)? else {
         return inner.call(request).await.map_err(LockServiceError::Inner);
     };
     let guard = match lock.acquire(mode, options).await {

@@ -151,7 +151,9 @@ impl fmt::Display for CliError {
                 write!(f, "cannot listen on {address}; choose another address with --listen")
             }
             Self::Os { what, .. } => f.write_str(what),
-            Self::Output(_) => f.write_str("write to stdout failed"),
+            Self::Output(_) => f.write_str(
+                "write to stdout failed; check that its target is open and has free space",
+            ),
         }
     }
 }

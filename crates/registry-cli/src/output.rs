@@ -30,7 +30,9 @@ impl Output {
 
     /// Returns whether `lockreg` may show a progress line, which it redraws.
     pub(crate) fn may_show_progress_line(self) -> bool {
-        !self.json && !self.quiet && io::stderr().is_terminal()
+        // `indicatif` draws nothing on a dumb terminal.
+        let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+        !self.json && !self.quiet && io::stderr().is_terminal() && !is_dumb
     }
 
     /// Prints a result to stdout: `value` as JSON with `--json`, otherwise `text`.

@@ -48,12 +48,12 @@ pub enum SweepOutcome<T> {
 /// Between two polls, the sweep waits for the future's own wake-up. It therefore works with real
 /// I/O and with paused time.
 ///
+/// # Cancel safety
+/// Dropping the sweep drops the future that it polls.
+///
 /// # Panics
 /// If a future is not complete after `polls_max` polls, or is pending for a minute without a
 /// wake-up.
-///
-/// # Cancel safety
-/// Dropping the sweep drops the future that it polls.
 ///
 /// # Examples
 /// ```

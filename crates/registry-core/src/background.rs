@@ -19,7 +19,7 @@ use crate::panic_safe::{catch_panic, discard_panic};
 use crate::stall_detector::StallDetector;
 
 /// A future that must complete even if its caller is gone.
-pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
+pub(crate) type BackgroundJob = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 #[derive(Clone)]
 pub(crate) struct BackgroundReleaser(Arc<ReleaserQueue>);
@@ -53,18 +53,18 @@ impl BackgroundReleaser {
     }
 
     /// Submits `job`, which releases a claim.
-    pub(crate) fn submit_release(&self, job: Job) {
+    pub(crate) fn submit_release(&self, job: BackgroundJob) {
         self.0.pending_releases.enter();
         self.submit(job, Some(Arc::clone(&self.0.pending_releases)));
     }
 
     /// Submits a job that releases no claim and that its caller does not poll, such as a store
     /// call.
-    pub(crate) fn submit_call(&self, call: Job) {
+    pub(crate) fn submit_call(&self, call: BackgroundJob) {
         self.submit(call, None);
     }
 
-    fn submit(&self, job: Job, pending_releases: Option<Arc<ActiveCount>>) {
+    fn submit(&self, job: BackgroundJob, pending_releases: Option<Arc<ActiveCount>>) {
         self.0.pending.enter();
         // Without a runtime, the send fails and the job is dropped here.
         let pending = Arc::clone(&self.0.pending);
@@ -95,7 +95,7 @@ impl BackgroundReleaser {
 
 /// A job that counts as pending from its submission until its drop.
 struct CountedJob {
-    job: Job,
+    job: BackgroundJob,
     pending: Arc<ActiveCount>,
     pending_releases: Option<Arc<ActiveCount>>,
 }

@@ -172,7 +172,11 @@ impl BlockingRegistry {
             .thread_name("lock-registry")
             .enable_all()
             .build()
-            .map_err(|error| ConfigError::Invalid(format!("cannot start a runtime: {error}")))?;
+            .map_err(|error| {
+                ConfigError::Invalid(format!(
+                    "cannot start a runtime: {error}; raise the process's limits of threads and open files"
+                ))
+            })?;
         let registry = runtime.block_on(open)?;
         let runtime = Arc::new(OwnedRuntime { runtime: Some(runtime), registry: registry.clone() });
         Ok(Self { registry, runtime })

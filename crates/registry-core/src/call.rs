@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures_util::future::FutureExt as _;
 
-use crate::background::{BackgroundReleaser, Job};
+use crate::background::{BackgroundJob, BackgroundReleaser};
 use crate::clock::sleep;
 use crate::stall_detector::{MonitoredCell, MonitoredState, MonitoredWait};
 
@@ -145,7 +145,7 @@ impl<T: Send + 'static> Call<T> {
         }
     }
 
-    fn submit(&self, job: Job) {
+    fn submit(&self, job: BackgroundJob) {
         if self.releases_claim {
             self.background.submit_release(job);
         } else {

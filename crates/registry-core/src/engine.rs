@@ -25,7 +25,7 @@ use crate::mode::ClaimMode;
 use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::panic_safe::{catch_panic, discard_panic};
-use crate::schedule::Schedule;
+use crate::schedule::RenewalSchedule;
 use crate::shared_backend::SharedBackendEntry;
 use crate::waiting_list::WaitingClaim;
 
@@ -45,7 +45,7 @@ pub(crate) struct Engine {
     pub(crate) default_read_options: Arc<ClaimOptions>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
-    pub(crate) schedule: Arc<Schedule>,
+    pub(crate) schedule: Arc<RenewalSchedule>,
     pub(crate) invalidations: Arc<InvalidationQueue>,
     pub(crate) background: BackgroundReleaser,
     /// The number of active grants.

@@ -681,7 +681,7 @@ mod tests {
             ),
             (
                 LockError::InvalidKey(InvalidKey::Empty),
-                "invalid lock key: a lock key must not be empty",
+                "invalid lock key: a lock key must not be empty; pass a name",
             ),
         ] {
             assert_eq!(error.to_string(), text);

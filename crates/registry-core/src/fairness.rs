@@ -5,8 +5,9 @@
 //! release without a round trip. A process that polls would hardly ever find the key free. The
 //! engine therefore limits the share of the time for which one process holds a key.
 //!
-//! A *turn* of a process lasts from its first attempt to the release of its claim. A process
-//! *meets* another holder when its attempt finds the key held.
+//! A *turn* of a process lasts from its first attempt to the release of its claim in the store. The
+//! *holding time* of a turn lasts from the grant to this release. A process *meets* another holder
+//! when its attempt finds the key held.
 //!
 //! - Hand-over: a claim of a contended key is handed over within the process for at most
 //!   [`CONTENDED_HAND_OVER_MAX`] after its grant.

@@ -88,10 +88,13 @@ impl<'de> serde::Deserialize<'de> for Key {
 #[non_exhaustive]
 pub enum InvalidKey {
     /// The key is empty.
-    #[error("a lock key must not be empty")]
+    #[error("a lock key must not be empty; pass a name")]
     Empty,
     /// The key is longer than [`Key::BYTES_MAX`].
-    #[error("a lock key has at most {max} bytes, this one has {bytes}", max = Key::BYTES_MAX)]
+    #[error(
+        "a lock key has at most {max} bytes, this one has {bytes}; shorten the key, or use its hash",
+        max = Key::BYTES_MAX
+    )]
     #[non_exhaustive]
     TooLong {
         /// The length of the text, in bytes.
@@ -101,7 +104,7 @@ pub enum InvalidKey {
     #[error("this layout cannot hold the key: {reason}")]
     #[non_exhaustive]
     Layout {
-        /// The reason.
+        /// The reason, with a hint: `CAUSE; HINT`.
         reason: &'static str,
     },
 }

@@ -45,7 +45,7 @@ impl Job {
     /// last completed one. A tick whose kind differs from that of the last completed one is not
     /// done.
     pub fn tick(self, tick: impl Into<Tick>) -> ScheduledJob {
-        self.scheduled(Schedule::Tick(tick.into()))
+        self.scheduled(TickSource::Tick(tick.into()))
     }
 
     /// Makes a tick due at each multiple of `period` since 1970 in UTC. The tick is the time at
@@ -57,10 +57,10 @@ impl Job {
     /// ZooKeeper, it comes from the leader's clock. A process that has requested no lock in its
     /// current ZooKeeper session uses its host's clock for the check before the lock.
     pub fn every(self, period: Duration) -> ScheduledJob {
-        self.scheduled(Schedule::Every(period))
+        self.scheduled(TickSource::Every(period))
     }
 
-    fn scheduled(self, schedule: Schedule) -> ScheduledJob {
+    fn scheduled(self, schedule: TickSource) -> ScheduledJob {
         let options = LockOptions::new().wait(Duration::ZERO);
         ScheduledJob { lock: self.lock, schedule, catch_up: CatchUp::Skip, options }
     }
@@ -179,13 +179,13 @@ pub enum Outcome<T> {
 #[must_use = "a job runs nothing until `run`"]
 pub struct ScheduledJob {
     lock: DistributedLock,
-    schedule: Schedule,
+    schedule: TickSource,
     catch_up: CatchUp,
     options: LockOptions,
 }
 
 #[derive(Debug, Clone)]
-enum Schedule {
+enum TickSource {
     Tick(Tick),
     Every(Duration),
 }
@@ -335,13 +335,13 @@ impl ScheduledJob {
     }
 
     async fn begin_unobserved(&self) -> Result<BeginOutcome, LockError> {
-        if let Schedule::Every(period) = &self.schedule
+        if let TickSource::Every(period) = &self.schedule
             && *period < Duration::from_millis(1)
         {
             let problem = "is less than a millisecond; use a longer period";
             return Err(InvalidOption::new("period", *period, problem).into());
         }
-        if let Schedule::Tick(Tick::Name(name)) = &self.schedule
+        if let TickSource::Tick(Tick::Name(name)) = &self.schedule
             && (name.is_empty() || name.len() > Tick::NAME_BYTES_MAX || name.contains('\n'))
         {
             return Err(InvalidOption::tick_name(name, Tick::NAME_BYTES_MAX).into());
@@ -376,8 +376,8 @@ impl ScheduledJob {
         };
         let now = read.now.unwrap_or_else(host_time);
         let (newest, step) = match &self.schedule {
-            Schedule::Tick(tick) => (tick.clone(), 1),
-            Schedule::Every(period) => {
+            TickSource::Tick(tick) => (tick.clone(), 1),
+            TickSource::Every(period) => {
                 let period = u64::try_from(period.as_millis()).unwrap_or(u64::MAX);
                 (Tick::Time(unix_millis(now) / period * period), period)
             }
@@ -387,7 +387,7 @@ impl ScheduledJob {
         if newest.is_done_after(&record.tick) {
             return Ok(Checked::Done(record));
         }
-        let is_period = matches!(self.schedule, Schedule::Every(_));
+        let is_period = matches!(self.schedule, TickSource::Every(_));
         // The last completed and the current tick, if the ticks between them count as missed.
         let (done, current) = match (&record.tick, &newest) {
             (Tick::Number(done), Tick::Number(current)) => (*done, *current),

@@ -32,7 +32,7 @@ use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, HandOverLimits, LockOptions};
 use crate::panic_safe::with_panic_safe_waker;
 use crate::renewer::LeaseRenewer;
-use crate::schedule::Schedule;
+use crate::schedule::RenewalSchedule;
 use crate::shared_backend::SharedBackendEntry;
 use crate::waiting_list::WaitingClaim;
 
@@ -599,7 +599,7 @@ impl RegistryBuilder {
         let (background, background_work) = BackgroundReleaser::new();
         let stall_detector_task = background.stall_detector().task();
         let local_locks = Arc::new(LocalLocks::new());
-        let schedule = Arc::new(Schedule::default());
+        let schedule = Arc::new(RenewalSchedule::default());
         let table = Arc::clone(&local_locks);
         let invalidations =
             Arc::new(InvalidationQueue::new(runtime.clone(), move |key| table.contains(key)));

@@ -20,14 +20,14 @@ use crate::error::{BackendError, LostReason};
 use crate::invalidation::{Invalidated, InvalidationQueue};
 use crate::local_lock::LocalLocks;
 use crate::panic_safe::{catch_panic, discard_panic};
-use crate::schedule::{Renewable, RenewerAction, Schedule};
+use crate::schedule::{Renewable, RenewalSchedule, RenewerAction};
 use futures_util::future::{FutureExt as _, poll_fn};
 use futures_util::stream::{FuturesUnordered, Stream as _};
 
 /// The task of one registry.
 pub(crate) struct LeaseRenewer {
     pub(crate) backend: Arc<dyn LockBackend>,
-    pub(crate) schedule: Arc<Schedule>,
+    pub(crate) schedule: Arc<RenewalSchedule>,
     pub(crate) invalidations: Arc<InvalidationQueue>,
     pub(crate) local_locks: Arc<LocalLocks>,
 }

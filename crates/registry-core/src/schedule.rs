@@ -98,7 +98,7 @@ impl LatestEntryId {
 }
 
 #[derive(Default)]
-pub(crate) struct Schedule {
+pub(crate) struct RenewalSchedule {
     state: Mutex<ScheduleState>,
     /// Wakes the lease renewer's task.
     pub(crate) changed: Notify,
@@ -109,7 +109,7 @@ struct ScheduleState {
     entries: BTreeMap<EntryId, Arc<dyn Renewable>>,
     /// The number of the next entry.
     next_number: u64,
-    /// The value of `next_number` at the last call of [`Schedule::begin_round`].
+    /// The value of `next_number` at the last call of [`RenewalSchedule::begin_round`].
     last_round_number: u64,
     /// The time at which the task's timer fires. `None` while the task waits only for a
     /// notification.
@@ -117,7 +117,7 @@ struct ScheduleState {
     stopped: bool,
 }
 
-impl Schedule {
+impl RenewalSchedule {
     /// Adds an entry for a claim, and returns its id. Wakes the task if its timer fires after
     /// `at`, is overdue, or is not set.
     pub(crate) fn insert(
@@ -218,9 +218,11 @@ impl Schedule {
     }
 }
 
-impl fmt::Debug for Schedule {
+impl fmt::Debug for RenewalSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Schedule").field("len", &self.state().entries.len()).finish_non_exhaustive()
+        f.debug_struct("RenewalSchedule")
+            .field("len", &self.state().entries.len())
+            .finish_non_exhaustive()
     }
 }
 

@@ -2,6 +2,9 @@
 //!
 //! The backend implements the task, which detects releases by a subscription or by polls. After a
 //! wake-up, the engine makes an attempt. Backends call this module. The engine does not call it.
+//!
+//! Used by SQLite, the database servers and Redis. In etcd and ZooKeeper, each waiter has its own
+//! watch. The in-process store notifies the waiters of a record directly.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;

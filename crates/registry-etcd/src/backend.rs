@@ -18,7 +18,7 @@ use crate::config::EtcdConfig;
 use crate::error::CallError;
 use crate::keep_alive::KeepAlive;
 use crate::modes;
-use crate::names::{KeyNames, prefix_end};
+use crate::names::{EtcdKeyNames, prefix_end};
 use crate::pool::LeasePool;
 use crate::proto::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 use crate::record;
@@ -52,7 +52,7 @@ pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
     /// The addresses of all configured members, for errors that no single member caused.
     addresses: Arc<str>,
-    pub(crate) names: KeyNames,
+    pub(crate) names: EtcdKeyNames,
     /// The name of this host, which each entry contains.
     pub(crate) local_host_name: String,
     pub(crate) client: EtcdClient,
@@ -85,7 +85,7 @@ impl EtcdBackend {
         #[cfg(feature = "tls")]
         let config = config.with_pem_files()?;
         let client = EtcdClient::new(&config)?;
-        let names = KeyNames::new(config.layout, config.namespace());
+        let names = EtcdKeyNames::new(config.layout, config.namespace());
         let backend = Self {
             local_host_name: record::host_name(),
             keep_alive: KeepAlive::new(client.clone()),

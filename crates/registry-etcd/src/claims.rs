@@ -9,7 +9,7 @@ use registry_core::{Busy, Claim, ClaimId, Key, Moment};
 use tokio::sync::OwnedMutexGuard;
 
 use crate::lease::EtcdLease;
-use crate::names::KeyNames;
+use crate::names::EtcdKeyNames;
 use crate::proto::KeyValue;
 use crate::record::EntryRecord;
 use crate::watcher::{KeyWatch, WatchScope, Watcher};
@@ -78,7 +78,7 @@ impl ClaimEntry {
     /// Creates an entry that is not in the queue yet.
     pub(crate) fn new(queue: &[u8], lease: EtcdLease, ttl_seconds: i64) -> Self {
         Self {
-            name: KeyNames::entry_name(queue, lease.id),
+            name: EtcdKeyNames::entry_name(queue, lease.id),
             lease,
             ttl_seconds: Some(ttl_seconds),
             create_revision: None,

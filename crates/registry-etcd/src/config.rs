@@ -254,9 +254,11 @@ impl EtcdConfig {
         let scheme = if self.is_encrypted { "https" } else { "http" };
         let endpoint = |member: &Host| {
             let endpoint = Endpoint::from_shared(format!("{scheme}://{}", display_host(member)))
-                .map_err(|_| misconfigured("the name of a member is not a valid host name"))?
+                .map_err(|_| {
+                    misconfigured("the name of a member is not a valid host name; correct the name")
+                })?
                 .user_agent(concat!("lock-registry/", env!("CARGO_PKG_VERSION")))
-                .map_err(|_| misconfigured("the user agent is invalid"))?
+                .map_err(|_| misconfigured("the user agent is invalid; report this bug"))?
                 .tcp_nodelay(true)
                 .connect_timeout(self.connect_timeout)
                 // Members reject clients that ping more often than every 5 s. The default response
@@ -268,7 +270,7 @@ impl EtcdConfig {
             if let Some(tls) = &tls {
                 return endpoint.tls_config(tls.clone()).map_err(|_| {
                     misconfigured(
-                        "the certificates or the key are invalid; they must be in PEM format",
+                        "the certificates or the key are invalid; provide them in PEM format",
                     )
                 });
             }
@@ -337,16 +339,20 @@ impl BackendConfig for EtcdConfig {
         OptionError::check_time("response_timeout", self.response_timeout, &limits)?;
         self.pem_files.validate()?;
         if self.is_encrypted && !cfg!(feature = "tls") {
-            return Err(OptionError::general("encrypted connections require the feature `tls`"));
+            return Err(OptionError::general(
+                "encrypted connections require the feature `tls`; build with this feature",
+            ));
         }
         if self.members.is_empty() {
-            return Err(OptionError::general("no member is configured"));
+            return Err(OptionError::general("no member is configured; name at least one"));
         }
         let mut members = self.members.clone();
         members.sort();
         members.dedup();
         if members.len() != self.members.len() {
-            return Err(OptionError::general("a member is configured twice"));
+            return Err(OptionError::general(
+                "a member is configured twice; name each member once",
+            ));
         }
         Ok(())
     }

@@ -16,7 +16,7 @@ use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
 use crate::error::CallError;
 use crate::keep_alive::LeaseStatus;
 use crate::lease::ttl_seconds;
-use crate::names::KeyNames;
+use crate::names::EtcdKeyNames;
 use crate::proto::KeyValue;
 use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token, version_of};
 use crate::record::{self, EntryRecord};
@@ -59,7 +59,7 @@ impl QueueSnapshot {
 
     /// Returns the tombstones whose entries were deleted without a release, except that of the
     /// entry `own_name`.
-    fn tombstones_of_lost_entries(&self, names: &KeyNames, own_name: &[u8]) -> Vec<KeyValue> {
+    fn tombstones_of_lost_entries(&self, names: &EtcdKeyNames, own_name: &[u8]) -> Vec<KeyValue> {
         let has_entry = |tombstone: &&KeyValue| {
             let belongs_to =
                 |name: &[u8]| names.tombstone_name(name).as_ref() == Some(&tombstone.key);
@@ -348,7 +348,7 @@ impl EtcdBackend {
                 None => self.read_snapshot(claim, entry).await.map_err(BackendError::as_unknown)?,
             };
             match self.try_convert(claim, entry, current).await? {
-                Conversion::Done(token) => {
+                ConversionOutcome::Done(token) => {
                     entry.is_granted = true;
                     entry.token_override =
                         Some(token).filter(|token| Some(*token) != entry.create_revision);
@@ -358,15 +358,15 @@ impl EtcdBackend {
                     drop(entry_guard);
                     return self.grant_converted(claim, token).await;
                 }
-                Conversion::Busy(busy) => return Ok(Attempt::Busy(busy)),
-                Conversion::Gone => return Ok(Attempt::Gone),
-                Conversion::Lost => {
+                ConversionOutcome::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                ConversionOutcome::Gone => return Ok(Attempt::Gone),
+                ConversionOutcome::Lost => {
                     if let Some(entry) = entry_guard.take() {
                         self.abandon(entry);
                     }
                     return Ok(Attempt::Gone);
                 }
-                Conversion::Retry(next) => snapshot = next,
+                ConversionOutcome::Retry(next) => snapshot = next,
             }
         }
         Err(BackendError::transient(format!(
@@ -380,9 +380,9 @@ impl EtcdBackend {
         claim: &Claim,
         entry: &mut ClaimEntry,
         snapshot: QueueSnapshot,
-    ) -> Result<Conversion, BackendError> {
+    ) -> Result<ConversionOutcome, BackendError> {
         let Some(own_index) = snapshot.position(&entry.name, entry.create_revision) else {
-            return Ok(Conversion::Lost);
+            return Ok(ConversionOutcome::Lost);
         };
         let entries = modes(&snapshot.entries);
         let own_entry = &snapshot.entries[own_index];
@@ -390,7 +390,7 @@ impl EtcdBackend {
         let is_granted =
             granted_entries(&entries)[own_index] && !EntryRecord::of(own_entry).needs_token();
         let (QueuedEntry::Claim(mode), true) = (entries[own_index], is_granted) else {
-            return Ok(Conversion::Gone);
+            return Ok(ConversionOutcome::Gone);
         };
         let is_request = |it: &&KeyValue| EntryRecord::of(it).is_request_of(claim.id());
         let request = snapshot.entries.iter().find(is_request);
@@ -398,12 +398,12 @@ impl EtcdBackend {
         let is_late = converted.is_some_and(|converted| u64::try_from(token) != Ok(converted));
         let record = match (mode, claim.mode()) {
             (ours, wanted) if ours == wanted && request.is_none() => {
-                return Ok(Conversion::Done(token));
+                return Ok(ConversionOutcome::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
             // This conversion is late: the grant was upgraded after the conversion was sent, and
             // the holder relies on the upgrade.
-            _ if is_late => return Ok(Conversion::Gone),
+            _ if is_late => return Ok(ConversionOutcome::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
                 record::convert(own_entry, claim.mode(), token)
@@ -417,11 +417,15 @@ impl EtcdBackend {
                 };
             }
             // No other conversion exists: two shared claims that are upgraded would deadlock.
-            _ => return Ok(Conversion::Gone),
+            _ => return Ok(ConversionOutcome::Gone),
         };
         let convert = txn::replace_record(own_entry, record, &[], request);
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
-        Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
+        Ok(if results.succeeded {
+            ConversionOutcome::Done(token)
+        } else {
+            ConversionOutcome::Retry(None)
+        })
     }
 
     /// Appends the request to upgrade the claim. If the claim can be upgraded in this revision, the
@@ -431,13 +435,13 @@ impl EtcdBackend {
         claim: &Claim,
         entry: &mut ClaimEntry,
         own_entry: &KeyValue,
-    ) -> Result<Conversion, BackendError> {
+    ) -> Result<ConversionOutcome, BackendError> {
         if let Some(expired) = entry.upgrade.take() {
             self.pool.revoke_later(expired.lease.id);
         }
         let lease = self.pool.acquire(ttl_seconds(claim.lease())).await?;
         let queue = self.names.queue_prefix(claim.key());
-        let name = KeyNames::entry_name(&queue, lease.id);
+        let name = EtcdKeyNames::entry_name(&queue, lease.id);
         let request = txn::request_upgrade(
             &queue,
             own_entry,
@@ -452,7 +456,7 @@ impl EtcdBackend {
             Ok(results) => results,
             Err(CallError::LeaseNotFound) => {
                 self.pool.clear();
-                return Ok(Conversion::Retry(None));
+                return Ok(ConversionOutcome::Retry(None));
             }
             Err(failure) => {
                 // After the revocation, the members reject the request if it arrives late.
@@ -463,11 +467,11 @@ impl EtcdBackend {
         entry.lease.record_majority_response(results.header.raft_term);
         if !results.succeeded {
             self.pool.revoke_later(lease_id);
-            return Ok(Conversion::Retry(None));
+            return Ok(ConversionOutcome::Retry(None));
         }
         entry.upgrade = Some(upgrade);
         results.skip()?;
-        Ok(Conversion::Retry(Some(QueueSnapshot::decode(&mut results)?)))
+        Ok(ConversionOutcome::Retry(Some(QueueSnapshot::decode(&mut results)?)))
     }
 
     /// Makes an upgradable claim exclusive if no other claim holds the key.
@@ -478,7 +482,7 @@ impl EtcdBackend {
         snapshot: &QueueSnapshot,
         own_index: usize,
         request: &KeyValue,
-    ) -> Result<Conversion, BackendError> {
+    ) -> Result<ConversionOutcome, BackendError> {
         let mut upgrade = match entry.upgrade.take() {
             Some(upgrade) if upgrade.name == request.key => upgrade,
             other => {
@@ -496,17 +500,17 @@ impl EtcdBackend {
         if status? == LeaseStatus::NotFound {
             entry.upgrade = None;
             self.pool.clear();
-            return Ok(Conversion::Retry(None));
+            return Ok(ConversionOutcome::Retry(None));
         }
         let blocking = match upgrade_position(&modes(&snapshot.entries), own_index) {
             UpgradePosition::Grantable(blocking) => &snapshot.entries[blocking],
-            UpgradePosition::ReadersNotBlocked => return Ok(Conversion::Retry(None)),
+            UpgradePosition::ReadersNotBlocked => return Ok(ConversionOutcome::Retry(None)),
             UpgradePosition::Behind(reader) => {
                 let reader = &snapshot.entries[reader];
                 let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
                 upgrade.reader = Some(predecessor.with_watch_from(old_reader.as_mut()));
                 let busy = busy_with_holder(claim, reader).with_queue_entry();
-                return Ok(Conversion::Busy(busy.with_seen_version(version_of(reader))));
+                return Ok(ConversionOutcome::Busy(busy.with_seen_version(version_of(reader))));
             }
         };
         let lost = snapshot.tombstones_of_lost_entries(&self.names, &entry.name);
@@ -518,7 +522,7 @@ impl EtcdBackend {
             for tombstone in lost {
                 self.pool.delete_tombstone_later(tombstone.key, tombstone.create_revision);
             }
-            return Ok(Conversion::Retry(None));
+            return Ok(ConversionOutcome::Retry(None));
         }
         let own_entry = &snapshot.entries[own_index];
         let token = match upgrade.token {
@@ -532,7 +536,7 @@ impl EtcdBackend {
                 let touched = self.execute(touch).await.map_err(CallError::into_error)?;
                 let taken = (touched.header.revision, blocking.create_revision);
                 upgrade.token = touched.succeeded.then_some(taken);
-                return Ok(Conversion::Retry(None));
+                return Ok(ConversionOutcome::Retry(None));
             }
         };
         upgrade.token = Some((token, blocking.create_revision));
@@ -543,12 +547,16 @@ impl EtcdBackend {
         if !records.is_empty() {
             let replace = txn::replace_waiting(&records, &[own_entry, request, blocking]);
             self.execute(replace).await.map_err(CallError::into_error)?;
-            return Ok(Conversion::Retry(None));
+            return Ok(ConversionOutcome::Retry(None));
         }
         let record = record::convert(own_entry, ClaimMode::Exclusive, token);
         let convert = txn::replace_record(own_entry, record, &[request, blocking], Some(request));
         let results = self.execute(convert).await.map_err(CallError::into_error)?;
-        Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
+        Ok(if results.succeeded {
+            ConversionOutcome::Done(token)
+        } else {
+            ConversionOutcome::Retry(None)
+        })
     }
 
     /// Returns the grant of a converted claim. Renews the claim first if less than `claim.lease()`
@@ -582,7 +590,7 @@ impl EtcdBackend {
 }
 
 /// The result of one attempt to convert a claim.
-enum Conversion {
+enum ConversionOutcome {
     /// The claim has the requested mode, and this token.
     Done(i64),
     Busy(Busy),

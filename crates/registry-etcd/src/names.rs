@@ -23,13 +23,13 @@ const ESCAPED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b':').remove(b'~');
 
 #[derive(Debug, Clone)]
-pub(crate) struct KeyNames {
+pub(crate) struct EtcdKeyNames {
     layout: Layout,
     /// The prefix of all names.
     prefix: String,
 }
 
-impl KeyNames {
+impl EtcdKeyNames {
     pub(crate) fn new(layout: Layout, namespace: &str) -> Self {
         let prefix = match layout {
             Layout::Native => escape(namespace) + "/",
@@ -157,9 +157,9 @@ mod tests {
     proptest! {
         #[test]
         fn an_entry_name_is_parsed_to_its_key(text in ".{1,40}", namespace in ".{1,10}", lease: i64) {
-            let names = KeyNames::new(Layout::Native, &namespace);
+            let names = EtcdKeyNames::new(Layout::Native, &namespace);
             let key = key(&text);
-            let entry = KeyNames::entry_name(&names.queue_prefix(&key), lease);
+            let entry = EtcdKeyNames::entry_name(&names.queue_prefix(&key), lease);
             prop_assert_eq!(names.parse_key(&entry), Some(key));
             let value = names.value_name(&names.parse_key(&entry).unwrap());
             prop_assert_eq!(names.parse_key(&value), None);
@@ -172,7 +172,7 @@ mod tests {
         #[test]
         fn no_queue_is_inside_another(one in "[a/%.]{1,6}", other in "[a/%.]{1,6}") {
             for layout in [Layout::Native, Layout::Etcdctl] {
-                let names = KeyNames::new(layout, "n");
+                let names = EtcdKeyNames::new(layout, "n");
                 let (one, other) = (key(&one), key(&other));
                 if one != other && names.check_key(&one).is_ok() && names.check_key(&other).is_ok() {
                     let (one, other) = (names.queue_prefix(&one), names.queue_prefix(&other));
@@ -189,12 +189,12 @@ mod tests {
 
     #[test]
     fn names_are_equal_to_those_of_etcdctl() {
-        let names = KeyNames::new(Layout::Etcdctl, "");
+        let names = EtcdKeyNames::new(Layout::Etcdctl, "");
         assert_eq!(
-            KeyNames::entry_name(&names.queue_prefix(&key("orders")), 0x1a2b),
+            EtcdKeyNames::entry_name(&names.queue_prefix(&key("orders")), 0x1a2b),
             b"orders/1a2b"
         );
-        let names = KeyNames::new(Layout::Etcdctl, "/locks");
+        let names = EtcdKeyNames::new(Layout::Etcdctl, "/locks");
         assert_eq!(names.queue_prefix(&key("orders")), b"/locks/orders/");
         assert_eq!(names.tombstone_name(b"/locks/orders/1f"), None);
         assert!(names.check_key(&key("a/b")).is_err());
@@ -205,15 +205,16 @@ mod tests {
 
     #[test]
     fn namespaces_share_no_names() {
-        let queue = |namespace| KeyNames::new(Layout::Native, namespace).queue_prefix(&key("a"));
+        let queue =
+            |namespace| EtcdKeyNames::new(Layout::Native, namespace).queue_prefix(&key("a"));
         assert!(!queue("x/y").starts_with(&queue("x")));
         assert_eq!(queue("shop 1"), b"shop%201/a/");
     }
 
     #[test]
     fn a_tombstone_is_outside_the_queue() {
-        let names = KeyNames::new(Layout::Native, "shop");
-        let entry = KeyNames::entry_name(&names.queue_prefix(&key("a/b!c")), 0x1f);
+        let names = EtcdKeyNames::new(Layout::Native, "shop");
+        let entry = EtcdKeyNames::entry_name(&names.queue_prefix(&key("a/b!c")), 0x1f);
         assert_eq!(entry, b"shop/a%2Fb%21c/1f");
         assert_eq!(names.tombstone_name(&entry).unwrap(), b"shop/a%2Fb%21c!1f");
     }

@@ -178,7 +178,7 @@ pub enum LockInError {
     /// The registry's locks are in another kind of store, or their mode is not supported: `Spring`,
     /// or in MariaDB and MySQL `Session`. Nothing was sent.
     #[error(
-        "a {database} transaction cannot hold lock {key:?}: the registry uses another store, or a mode that lock_in does not support"
+        "a {database} transaction cannot hold lock {key:?}: the registry uses another store, or a mode that lock_in does not support; use a registry on that database in a supported mode"
     )]
     #[non_exhaustive]
     Unsupported {

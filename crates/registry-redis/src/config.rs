@@ -415,13 +415,13 @@ impl RedisConfig {
             "sentinel" => "HOST:PORT,HOST:PORT/SERVICE",
             "cluster" => "HOST:PORT,HOST:PORT",
             "quorum" => "HOST:PORT,HOST:PORT,HOST:PORT",
-            _ => return Err(url.invalid("has no Redis scheme")),
+            _ => return Err(url.invalid(NO_REDIS_SCHEME)),
         };
         // A Unix socket is never encrypted.
         if !matches!(base_scheme, "redis" | "rediss")
             || (base_scheme, topology) == ("rediss", "unix")
         {
-            return Err(url.invalid("has no Redis scheme"));
+            return Err(url.invalid(NO_REDIS_SCHEME));
         }
         let syntax = format!("write `{}://{syntax}`", url.scheme);
         let (login, hosts) = url.login_and_hosts(&syntax)?;
@@ -713,7 +713,7 @@ impl RedisConfig {
             return Err(OptionError::new(
                 "replica_timeout",
                 format!(
-                    "is {}, not shorter than the `response_timeout` {}",
+                    "is {}, not shorter than the `response_timeout` {}; use a shorter one",
                     format_time(self.durability.limit),
                     format_time(self.response_timeout)
                 ),
@@ -727,7 +727,7 @@ impl RedisConfig {
             return Err(OptionError::new(
                 "restart_guard",
                 format!(
-                    "is {}, less than the `lease` {}; a restarted master could grant a lock that another client holds",
+                    "is {}, less than the `lease` {}, so a restarted master could grant a lock that another client holds; use a longer one",
                     format_time(guard),
                     format_time(lease)
                 ),
@@ -738,7 +738,7 @@ impl RedisConfig {
             Some(given) if given >= timeout => Err(OptionError::new(
                 "replica_timeout",
                 format!(
-                    "is {}, not less than the `timeout` {} of the whole operation",
+                    "is {}, not less than the `timeout` {} of the whole operation; use a shorter one",
                     format_time(given),
                     format_time(timeout)
                 ),
@@ -764,17 +764,25 @@ impl RedisConfig {
             }
             ServerAddresses::Sentinel { sentinels, .. } => sentinels,
             ServerAddresses::Cluster(_) if self.connection.database != 0 => {
-                return Err(OptionError::general("a cluster has only database 0"));
+                return Err(OptionError::general(
+                    "a cluster has only database 0; leave the database number out",
+                ));
             }
             ServerAddresses::Cluster(members) => members,
             ServerAddresses::Quorum(masters) if masters.len() < QUORUM_MIN => {
-                return Err(OptionError::general("a quorum requires at least three masters"));
+                return Err(OptionError::general(
+                    "a quorum requires at least three masters; list more masters",
+                ));
             }
             ServerAddresses::Quorum(_) if self.layout != Layout::Native => {
-                return Err(OptionError::general("a quorum supports only the native layout"));
+                return Err(OptionError::general(
+                    "a quorum supports only the native layout; set `layout=native`",
+                ));
             }
             ServerAddresses::Quorum(_) if self.durability.is_required() => {
-                return Err(OptionError::general("a quorum supports neither replicas nor fsync"));
+                return Err(OptionError::general(
+                    "a quorum supports neither replicas nor fsync; remove both options",
+                ));
             }
             ServerAddresses::Quorum(masters) => masters,
         };
@@ -886,7 +894,9 @@ impl BackendConfig for RedisConfig {
         self.pem_files.validate()?;
         self.check_limits()?;
         if self.connection.encrypted && !cfg!(feature = "tls") {
-            return Err(OptionError::general("encrypted connections need the feature `tls`"));
+            return Err(OptionError::general(
+                "encrypted connections need the feature `tls`; build with this feature",
+            ));
         }
         #[cfg(feature = "tls")]
         self.connection.check_certificates().map_err(OptionError::general)?;
@@ -945,6 +955,8 @@ impl BackendConfig for RedisConfig {
         }
     }
 }
+
+const NO_REDIS_SCHEME: &str = "has no Redis scheme; use `redis`, `redis+unix`, `redis+sentinel`, `redis+cluster` or `redis+quorum`";
 
 const LAYOUTS: [(&str, Layout); 3] =
     [("native", Layout::Native), ("spring", Layout::Spring), ("redisson", Layout::Redisson)];

@@ -161,7 +161,7 @@ impl RedisKeyNames {
         let lock = self.lock_name(key);
         if lock.starts_with(TOKEN_PREFIX) || lock.starts_with(FENCE_PREFIX) {
             return Err(InvalidKey::layout(
-                "it collides with the token key of a lock or of a fenced resource",
+                "it collides with the token key of a lock or of a fenced resource; use another key",
             ));
         }
         if !self.is_cluster {
@@ -171,7 +171,7 @@ impl RedisKeyNames {
             self.layout == Layout::Redisson && hash_slot(&self.channel(&lock)) != hash_slot(&lock);
         if channel_differs || hash_slot(&self.token_key(&lock)) != hash_slot(&lock) {
             return Err(InvalidKey::layout(
-                "its braces would put the keys of one lock into different slots of the cluster",
+                "its braces would put the keys of one lock into different slots of the cluster; use another key",
             ));
         }
         Ok(())

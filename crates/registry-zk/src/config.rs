@@ -179,7 +179,7 @@ impl ZkConfig {
         let hosts: Option<Vec<_>> = hosts.split(',').map(parse_host).collect();
         let hosts = hosts.ok_or_else(|| {
             misconfigured(
-                "a server does not have the form HOST or HOST:PORT, with a port from 1 to 65535",
+                "a server does not have the form HOST or HOST:PORT, with a port from 1 to 65535; correct the list of servers",
             )
         })?;
         let config = Self::of_hosts(hosts);
@@ -368,7 +368,9 @@ impl ZkConfig {
     pub fn with_certificate_authority(mut self, pem: &str) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_ca(pem);
         self.tls = Some(tls.map_err(|_| {
-            misconfigured("the certificates of the certificate authorities are not valid PEM text")
+            misconfigured(
+                "the certificates of the certificate authorities are not valid PEM text; provide them in PEM format",
+            )
         })?);
         self.has_authority = true;
         Ok(self)
@@ -387,7 +389,9 @@ impl ZkConfig {
     ) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_identity(certificate, key);
         self.tls = Some(tls.map_err(|_| {
-            misconfigured("the client certificate or its key is not valid PEM text")
+            misconfigured(
+                "the client certificate or its key is not valid PEM text; provide both in PEM format",
+            )
         })?);
         Ok(self)
     }
@@ -474,11 +478,15 @@ impl ZkConfig {
             return Err(OptionError::general(problem));
         }
         if self.has_curator_modes() && self.layout != Layout::Curator {
-            let problem = "is that of a recipe in Curator, which requires `layout=curator`";
+            let problem =
+                "is that of a recipe in Curator, which requires `layout=curator`; set both";
             return Err(OptionError::new("naming", problem));
         }
         if self.is_curator_semaphore() && !self.acl_grants_write() {
-            return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
+            return Err(OptionError::new(
+                "acl",
+                "must grant `w` with `naming=curator-semaphore`; add this right",
+            ));
         }
         // The native layout refuses root `/`, because its namespaces would be children of the
         // tree's root node, next to the nodes of other programs.
@@ -492,7 +500,7 @@ impl ZkConfig {
         }
         if self.paths().is_reserved() {
             return Err(OptionError::general(
-                "keys would be below `/zookeeper`, which is reserved for the servers",
+                "keys would be below `/zookeeper`, which is reserved for the servers; use another root",
             ));
         }
         Ok(())
@@ -502,12 +510,11 @@ impl ZkConfig {
         if let Some(auth) = &self.auth_option
             && auth.scheme.is_empty()
         {
-            let problem =
-                "does not have the form SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`";
+            let problem = "does not have the form SCHEME:CREDENTIALS; write for example `digest:USER:PASSWORD`";
             return Err(OptionError::new("auth", problem));
         }
         if self.acl == Acl::Creator && !self.has_login() {
-            let problem = "is `creator`, which requires a login that identifies the creator";
+            let problem = "is `creator`, which requires a login that identifies the creator; set option `auth`";
             return Err(OptionError::new("acl", problem));
         }
         if let Acl::List(list) = &self.acl {
@@ -515,7 +522,7 @@ impl ZkConfig {
             if !required.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
                 return Err(OptionError::new(
                     "acl",
-                    "must grant `r`, `c` and `d`; without them, locks cannot be acquired and released",
+                    "must grant `r`, `c` and `d`, without which locks cannot be acquired and released; add these rights",
                 ));
             }
         }
@@ -530,7 +537,9 @@ impl ZkConfig {
         let is_name =
             |(name, _): &Host| rustls::pki_types::ServerName::try_from(name.as_str()).is_ok();
         if !self.hosts.iter().all(is_name) {
-            return Err(OptionError::general("a server name cannot occur in a certificate"));
+            return Err(OptionError::general(
+                "a server name cannot occur in a certificate; use a DNS name or an IP address",
+            ));
         }
         // The client library uses the process's default crypto provider. It panics if several
         // providers are compiled in and none is installed.
@@ -650,11 +659,13 @@ impl BackendConfig for ZkConfig {
             |(name, port): &Host| *port != 0 && !name.is_empty() && !name.contains([',', '/', ' ']);
         if self.hosts.is_empty() || !self.hosts.iter().all(is_host) {
             return Err(OptionError::general(
-                "the list of servers is empty, or a server has no valid name or port",
+                "the list of servers is empty, or a server has no valid name or port; correct the list",
             ));
         }
         if self.encrypted && !cfg!(feature = "tls") {
-            return Err(OptionError::general("encrypted connections require the feature `tls`"));
+            return Err(OptionError::general(
+                "encrypted connections require the feature `tls`; build with this feature",
+            ));
         }
         #[cfg(feature = "tls")]
         if self.is_encrypted() {
@@ -686,7 +697,7 @@ impl BackendConfig for ZkConfig {
             return Err(OptionError::new(
                 "lease",
                 format!(
-                    "is {}, more than the maximum {}, half of the longest session",
+                    "is {}, more than the maximum {}, half of the longest session; use a shorter one",
                     format_time(lease),
                     format_time(Self::SESSION_TIMEOUT_MAX / 2)
                 ),
@@ -696,7 +707,9 @@ impl BackendConfig for ZkConfig {
         self.check_value("sessions", &self.sessions_max.to_string())?;
         self.check_value("connect_timeout", &format_time(self.connect_timeout))?;
         if self.request_timeout.is_zero() {
-            return Err(OptionError::general("the request time-out must not be zero"));
+            return Err(OptionError::general(
+                "the request time-out must not be zero; set a longer one",
+            ));
         }
         self.check_rights()
     }
@@ -760,8 +773,7 @@ impl Acl {
     }
 }
 
-const INVALID_ACL: &str =
-    "is not `open`, `creator`, or a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`";
+const INVALID_ACL: &str = "is not `open`, `creator`, or a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`; use one of these forms";
 
 fn parse_acl(text: &str) -> Option<Acl> {
     match text {

@@ -49,10 +49,10 @@ pub(crate) async fn convert(
     entry.record_activity();
     let conversion = run_conversion(&session, &entry, &mut state, claim).await?;
     Ok(match conversion {
-        Conversion::Done => grant_converted(&session, &mut state, claim)?,
-        Conversion::Busy(busy) => Attempt::Busy(busy),
-        Conversion::Gone => Attempt::Gone,
-        Conversion::Lost => {
+        ConversionOutcome::Done => grant_converted(&session, &mut state, claim)?,
+        ConversionOutcome::Busy(busy) => Attempt::Busy(busy),
+        ConversionOutcome::Gone => Attempt::Gone,
+        ConversionOutcome::Lost => {
             end_lost_claim(&session, &entry, &mut state, claim.id()).await;
             Attempt::Gone
         }
@@ -60,7 +60,7 @@ pub(crate) async fn convert(
 }
 
 /// The result of a conversion.
-enum Conversion {
+enum ConversionOutcome {
     /// The claim has the requested mode.
     Done,
     Busy(Busy),
@@ -76,15 +76,15 @@ async fn run_conversion(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-) -> Result<Conversion, BackendError> {
+) -> Result<ConversionOutcome, BackendError> {
     for _ in 0..CONFLICTS_MAX {
         if state.held_until.is_none_or(|until| until <= Moment::now()) {
-            return Ok(Conversion::Gone);
+            return Ok(ConversionOutcome::Gone);
         }
         if state.is_conversion_unresolved {
             resolve_conversion(session, entry, state, claim.id()).await?;
         }
-        let Some(node) = &state.node else { return Ok(Conversion::Lost) };
+        let Some(node) = &state.node else { return Ok(ConversionOutcome::Lost) };
         let NodeGrant { mode, token } = node.grant;
         let token_before = claim.token_before_conversion();
         let is_late = token_before.is_some_and(|before| i64::from(before) != token);
@@ -95,7 +95,7 @@ async fn run_conversion(
             }
             // The request is late: the grant was upgraded after the request was sent, and its
             // holder relies on the upgrade.
-            _ if is_late => return Ok(Conversion::Gone),
+            _ if is_late => return Ok(ConversionOutcome::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
                 write_mode(session, entry, state, claim, ModeWrite::Downgrade { token }).await?
@@ -104,14 +104,14 @@ async fn run_conversion(
                 match upgrade(session, entry, state, claim).await? {
                     Upgrade::Done => true,
                     Upgrade::Retry => false,
-                    Upgrade::Busy(busy) => return Ok(Conversion::Busy(busy)),
+                    Upgrade::Busy(busy) => return Ok(ConversionOutcome::Busy(busy)),
                 }
             }
             // No other conversion exists: two shared claims that are upgraded would deadlock.
-            _ => return Ok(Conversion::Gone),
+            _ => return Ok(ConversionOutcome::Gone),
         };
         if is_done {
-            return Ok(Conversion::Done);
+            return Ok(ConversionOutcome::Done);
         }
     }
     Err(BackendError::transient(format!(
@@ -387,8 +387,8 @@ pub(crate) async fn delete_upgrade_request(
 async fn conversion_of_existing_node(
     session: &ZkSession,
     state: &ClaimState,
-) -> Result<Conversion, BackendError> {
-    let Some(node) = &state.node else { return Ok(Conversion::Lost) };
+) -> Result<ConversionOutcome, BackendError> {
+    let Some(node) = &state.node else { return Ok(ConversionOutcome::Lost) };
     let client = session.client();
     // Without a `sync`, a lagging server could return a deleted node.
     let (synced, found) = (client.sync(&node.path), client.check_stat(&node.path));
@@ -397,7 +397,7 @@ async fn conversion_of_existing_node(
     let found = session.with_request_timeout(found).await?;
     let stat = found.map_err(|error| to_backend_error(&error).as_unknown())?;
     let exists = stat.is_some_and(|stat| stat.czxid == node.czxid);
-    Ok(if exists { Conversion::Done } else { Conversion::Lost })
+    Ok(if exists { ConversionOutcome::Done } else { ConversionOutcome::Lost })
 }
 
 /// Returns the grant of a converted claim. Does not shorten its lease.

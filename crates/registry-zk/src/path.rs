@@ -101,18 +101,24 @@ fn check_curator_key(
 ) -> Result<(), InvalidKey> {
     if key.chars().any(|c| !is_path_char(c)) {
         return Err(InvalidKey::layout(
-            "it contains a character that ZooKeeper does not allow in paths",
+            "it contains a character that ZooKeeper does not allow in paths; use another key",
         ));
     }
     for (n, segment) in key.split('/').enumerate() {
         if segment.is_empty() {
-            return Err(InvalidKey::layout("it begins or ends with `/`, or contains `//`"));
+            return Err(InvalidKey::layout(
+                "it begins or ends with `/`, or contains `//`; use another key",
+            ));
         }
         if segment == "." || segment == ".." {
-            return Err(InvalidKey::layout("it has `.` or `..` as a path segment"));
+            return Err(InvalidKey::layout(
+                "it has `.` or `..` as a path segment; use another key",
+            ));
         }
         if n == 0 && base_is_root && segment == "zookeeper" {
-            return Err(InvalidKey::layout("`/zookeeper` is reserved for the servers"));
+            return Err(InvalidKey::layout(
+                "`/zookeeper` is reserved for the servers; use another key",
+            ));
         }
         // Curator treats every child of a lock's node as a contender. It sorts the children by the
         // text after `lock-`, or by the whole name. If a permanent child sorts before the numbers,
@@ -123,17 +129,17 @@ fn check_curator_key(
         if n > 0 && segment.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
                 "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \
-                 key's lock",
+                 key's lock; use another key",
             ));
         }
         if n > 0 && is_curator_semaphore && segment == LEASES {
             return Err(InvalidKey::layout(
-                "a segment after `/` is `leases`, like the node that contains the parent key's permits",
+                "a segment after `/` is `leases`, like the node that contains the parent key's permits; use another key",
             ));
         }
         if n > 0 && ["lock", "__READ__", "__WRIT__"].iter().any(|part| segment.contains(part)) {
             return Err(InvalidKey::layout(
-                "a segment after `/` contains `lock`, `__READ__` or `__WRIT__`, like the nodes that contend for the parent key's lock",
+                "a segment after `/` contains `lock`, `__READ__` or `__WRIT__`, like the nodes that contend for the parent key's lock; use another key",
             ));
         }
     }

@@ -112,11 +112,11 @@ swept! {
     execute_locked;
     /// `read` of a free key.
     read_of_a_free_key;
-    /// `read` beside a local reader, whose grant it joins.
+    /// `read` next to a local reader, whose grant it joins.
     read_beside_a_local_reader;
     /// `read` of a key that another process holds exclusively and frees after a while.
     read_behind_a_writer;
-    /// `upgrade` beside a reader of another process.
+    /// `upgrade` next to a reader of another process.
     upgrade_beside_a_reader;
     /// `try_upgrade_for` until its deadline, and the release of the unchanged guard.
     try_upgrade_for_until_the_deadline;

@@ -217,9 +217,9 @@ where
     }
 
     fn call(&mut self, request: Request<In>) -> Self::Future {
-        let acquisition = self.service.layer.acquisition(&request);
+        let request_lock = self.service.layer.request_lock(&request);
         let attach = |request: &mut Request<In>, token| _ = request.extensions_mut().insert(token);
-        let response = run(self.service.take_ready(), request, acquisition, attach);
+        let response = run(self.service.take_ready(), request, request_lock, attach);
         let respond = self.respond.clone();
         Box::pin(async move {
             let error = match response.await {

@@ -19,12 +19,12 @@ use crate::signals::Signals;
 /// The schedule of a command, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct OnceCommand {
-    schedule: Schedule,
+    schedule: TickSource,
     counts_failures: bool,
 }
 
 #[derive(Debug)]
-enum Schedule {
+enum TickSource {
     Period(Duration),
     Tick(Tick),
 }
@@ -51,8 +51,8 @@ pub(crate) enum Recording {
 impl OnceCommand {
     pub(crate) fn from_args(args: &OnceArgs) -> Result<Option<Self>, CliError> {
         let schedule = match (args.once_per, &args.tick) {
-            (Some(period), _) => Schedule::Period(period),
-            (None, Some(tick)) => Schedule::Tick(parse_tick(tick)?),
+            (Some(period), _) => TickSource::Period(period),
+            (None, Some(tick)) => TickSource::Tick(parse_tick(tick)?),
             (None, None) if args.count_failures => {
                 return Err(CliError::usage(
                     "--count-failures has no effect without --once-per or --tick; add one of them",
@@ -65,8 +65,8 @@ impl OnceCommand {
 
     fn schedule(&self, job: Job) -> ScheduledJob {
         match &self.schedule {
-            Schedule::Period(period) => job.every(*period),
-            Schedule::Tick(tick) => job.tick(tick.clone()),
+            TickSource::Period(period) => job.every(*period),
+            TickSource::Tick(tick) => job.tick(tick.clone()),
         }
     }
 

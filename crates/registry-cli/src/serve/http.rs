@@ -288,9 +288,12 @@ fn key_in(query: Option<&str>) -> Result<Option<Key>, Failure> {
     let mut pairs = query.unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
     let Some((_, given)) = pairs.find(|(name, _)| *name == "key") else { return Ok(None) };
     let text = given.replace('+', " ");
-    let text = percent_decode_str(&text)
-        .decode_utf8()
-        .map_err(|_| Failure::new(StatusCode::BAD_REQUEST, "the key is not UTF-8"))?;
+    let text = percent_decode_str(&text).decode_utf8().map_err(|_| {
+        Failure::new(
+            StatusCode::BAD_REQUEST,
+            "the key is not UTF-8; percent-encode the UTF-8 bytes of the key",
+        )
+    })?;
     parse_key(&text).map(Some)
 }
 
@@ -301,7 +304,10 @@ async fn break_lock_in_query(
 ) -> Result<Response, Failure> {
     match key_in(query.as_deref())? {
         Some(key) => break_lock(server, key, &headers).await,
-        None => Err(Failure::new(StatusCode::BAD_REQUEST, "the parameter `key` is missing")),
+        None => Err(Failure::new(
+            StatusCode::BAD_REQUEST,
+            "the parameter `key` is missing; add `?key=KEY` to the path",
+        )),
     }
 }
 

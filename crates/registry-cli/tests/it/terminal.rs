@@ -27,6 +27,8 @@ impl Shell {
         let shell = Command::new("setsid")
             .args(["--ctty", "--wait", "sh", "-m", "-i"])
             .env("PS1", "$ ")
+            // Without it, a progress line cannot be drawn.
+            .env("TERM", "xterm")
             .env("XDG_STATE_HOME", store.folder())
             .env("LOCKREG", env!("CARGO_BIN_EXE_lockreg"))
             .env_remove("ENV")

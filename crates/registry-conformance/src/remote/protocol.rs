@@ -76,11 +76,11 @@ fn print_text(text: &str) {
 /// Returns the number of that `Close`, to which the caller must reply, or `None` at the end of the
 /// input. Also returns the requests in execution.
 ///
-/// # Panics
-/// At the next message, if a request panicked.
-///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.
+///
+/// # Panics
+/// At the next message, if a request panicked.
 pub async fn execute_messages<Q, E, F>(execute: impl Fn(Q) -> F) -> (Option<u64>, JoinSet<()>)
 where
     Q: DeserializeOwned + Send + 'static,

@@ -30,11 +30,11 @@ pub(super) enum BackendRequest {
 /// [`Message::Close`](super::protocol::Message::Close) arrives. After a `Close`, completes the
 /// requests in execution and closes `backend`. At the end of the input, drops these requests.
 ///
-/// # Panics
-/// If a request panicked. Panics at the next message, or at a `Close`.
-///
 /// # Cancel safety
 /// Dropping the future drops the requests in execution. Further messages are ignored.
+///
+/// # Panics
+/// If a request panicked. Panics at the next message, or at a `Close`.
 pub async fn serve(backend: Arc<dyn LockBackend>) {
     let backend_of_requests = Arc::clone(&backend);
     let (close, mut tasks) = execute_messages(move |request| {

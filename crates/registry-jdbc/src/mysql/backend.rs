@@ -30,7 +30,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
     Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableTable, PURGE_BATCH_ROWS,
-    QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value,
+    QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, SqlStore, Statement, Value,
     WakeupSource,
 };
 
@@ -105,7 +105,7 @@ impl Dialect for MySql {
         !matches!(mode, SqlMode::Spring(_))
     }
 
-    fn wakeups(store: &Store<Self>, namespace: &str) -> MySqlWakeups {
+    fn wakeups(store: &SqlStore<Self>, namespace: &str) -> MySqlWakeups {
         let statements = Arc::clone(&store.statements);
         let statements = PollStatements { statements, namespace: namespace.to_owned() };
         MySqlWakeups(Some(MySqlReleasePoller::new(Arc::clone(&store.client), Arc::new(statements))))
@@ -197,7 +197,7 @@ impl Dialect for MySql {
 
     /// Records the largest token in the meta table, and then deletes the rows. The two statements
     /// need no transaction: between them, both the meta table and the rows contain the tokens.
-    async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
+    async fn purge_batch(store: &SqlStore<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
         let min_age = Value::Number(micros(store.settings().purge_after));
         let values =
@@ -218,7 +218,7 @@ impl Dialect for MySql {
         Ok(change(Statement::new(&texts.purge, values)).await?.affected_rows)
     }
 
-    async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
+    async fn diagnose(store: &SqlStore<Self>) -> Result<Vec<Finding>, BackendError> {
         diagnose::check_server(store).await
     }
 

@@ -7,7 +7,7 @@ use sqlx::MySql;
 
 use super::backend::MySqlLeaseTable;
 use crate::server::statement::{maybe_number, number, text};
-use crate::server::{StatementText, Store, check_clock, check_row_locks, host_micros};
+use crate::server::{SqlStore, StatementText, check_clock, check_row_locks, host_micros};
 
 /// The result omits variables that the server does not have.
 const VARIABLES: &str = "\
@@ -19,7 +19,7 @@ const CONNECTION_LIMIT: &str = "SELECT CAST(@@global.max_connections AS SIGNED)"
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 /// Returns the findings about the server.
-pub(super) async fn check_server(store: &Store<MySql>) -> Result<Vec<Finding>, BackendError> {
+pub(super) async fn check_server(store: &SqlStore<MySql>) -> Result<Vec<Finding>, BackendError> {
     let query = async |statement| store.query(&StatementText::positional(statement, &[]), []).await;
     let mut variables = HashMap::new();
     for row in &query(VARIABLES).await? {

@@ -124,7 +124,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         }
         LOCK_WAIT_TIMEOUT => (
             Transient,
-            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long",
+            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long; retry, or shorten that transaction",
             false,
         ),
         // Connection limits: of the server, of this user, of this user per hour.
@@ -213,7 +213,7 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         1021 | 1114 => (Misconfigured, "the server has no space left; free some", false),
         1062 | 1264 | 1265 | 1292 | 1365 | 1366 | 1406 | 1048 | 1690 | 3819 | 4025 => (
             Protocol,
-            "a row breaks the rules of the lock tables; was it edited manually, is there a trigger on them, or is a token at its limit?",
+            "a row breaks the rules of the lock tables; check for a manual edit of the row, for a trigger on the tables, and for a token at its limit",
             false,
         ),
         1030 | 1034 | 1035 | 1194 | 1195 => {

@@ -29,7 +29,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
     Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableTable, PURGE_BATCH_ROWS,
-    QueryMode, Resend, RowId, SqlClient, SqlMode, Statement, StatementText, Store, Value,
+    QueryMode, Resend, RowId, SqlClient, SqlMode, SqlStore, Statement, StatementText, Value,
     WakeupSource,
 };
 
@@ -117,7 +117,7 @@ impl Dialect for Postgres {
         config.listener_options().is_some()
     }
 
-    fn wakeups(store: &Store<Self>, namespace: &str) -> PgWakeups {
+    fn wakeups(store: &SqlStore<Self>, namespace: &str) -> PgWakeups {
         PgWakeups::new(&store.config, namespace)
     }
 
@@ -233,7 +233,7 @@ impl Dialect for Postgres {
     }
 
     /// In the same transaction, a trigger of the tables records the largest of the deleted tokens.
-    async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
+    async fn purge_batch(store: &SqlStore<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(PURGE_BATCH_ROWS)), min_age];
         let rows = store.query(&store.statements.purge, values).await?;
@@ -241,7 +241,7 @@ impl Dialect for Postgres {
         Ok(u64::try_from(deleted).unwrap_or(0))
     }
 
-    async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
+    async fn diagnose(store: &SqlStore<Self>) -> Result<Vec<Finding>, BackendError> {
         diagnose::check_server(store).await
     }
 
@@ -324,7 +324,7 @@ pub(super) fn leases(claims: &[&Claim]) -> Value {
 /// Sends a renewal. Reads one row for each claim: the time left if it was renewed, and whether the
 /// grant exists.
 pub(super) async fn renew(
-    store: &Store<Postgres>,
+    store: &SqlStore<Postgres>,
     text: &StatementText,
     values: impl Into<Vec<Value>>,
     claims: &[&Claim],

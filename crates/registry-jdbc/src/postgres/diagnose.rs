@@ -8,7 +8,7 @@ use super::backend::PgLeaseTable;
 use super::config::Listen;
 use crate::server::statement::{number, one_row};
 use crate::server::{
-    QueryMode, ServerErrors as _, StatementText, Store, Value, check_clock, check_row_locks,
+    QueryMode, ServerErrors as _, SqlStore, StatementText, Value, check_clock, check_row_locks,
     host_micros,
 };
 
@@ -48,7 +48,7 @@ pub(super) async fn diagnose_row_locks(table: &PgLeaseTable) -> Result<Vec<Findi
 }
 
 /// Returns the findings about the server.
-pub(super) async fn check_server(store: &Store<Postgres>) -> Result<Vec<Finding>, BackendError> {
+pub(super) async fn check_server(store: &SqlStore<Postgres>) -> Result<Vec<Finding>, BackendError> {
     let before = host_micros();
     let rows = store.query(&StatementText::numbered(SERVER_SETTINGS), []).await?;
     let after = host_micros();

@@ -145,12 +145,14 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         }
         "55P03" => (
             Transient,
-            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long",
+            "another transaction, perhaps a fenced one, kept the row of the lock locked for too long; retry, or shorten that transaction",
             false,
         ),
-        "57014" => {
-            (Transient, "the statement was cancelled, manually or by statement_timeout", false)
-        }
+        "57014" => (
+            Transient,
+            "the statement was cancelled, manually or by statement_timeout; retry, or raise statement_timeout",
+            false,
+        ),
         "57P01" | "57P02" => {
             (Transient, "the server is shutting down, or ended the connection; see its log", false)
         }
@@ -158,9 +160,11 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         "57P04" => {
             (Misconfigured, "the database was dropped; restore it or name another one", false)
         }
-        "57P05" => {
-            (Transient, "the server ended the connection, which had been idle for too long", true)
-        }
+        "57P05" => (
+            Transient,
+            "the server ended the connection, which had been idle for too long; retry, or raise idle_session_timeout",
+            true,
+        ),
         "25006" => (
             Transient,
             "the server is a standby, or accepts no writes for another reason; use the address of the primary",
@@ -213,14 +217,18 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
             (Transient, "the server cannot be reached or accepts no connections; see its log", true)
         }
         "0A000" => (Transient, "the lock tables were changed concurrently; retry", false),
-        "22003" => (Protocol, "a token is at its limit; was a row edited manually?", false),
+        "22003" => (Protocol, "a token is at its limit; check for a manual edit of the row", false),
         _ => match code.get(..2).unwrap_or_default() {
             "08" => (
                 Transient,
                 "the connection was lost; check the network and that the server still runs",
                 false,
             ),
-            "25" => (Transient, "the connection was in another client's transaction", false),
+            "25" => (
+                Transient,
+                "the connection was in another client's transaction; retry, or connect to the server directly",
+                false,
+            ),
             "28" => (Denied, "access was refused; check the user and its rights", true),
             "40" => (Transient, "the server rolled the statement back; retry", false),
             "53" => (Transient, "the server lacks resources; see its log", false),
@@ -228,7 +236,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
             "57" => (Transient, "an operator intervened in the server; see its log", false),
             "22" | "23" => (
                 Protocol,
-                "a row breaks the rules of the lock tables; was it edited manually, or is there a trigger on them?",
+                "a row breaks the rules of the lock tables; check for a manual edit of the row and for a trigger on the tables",
                 false,
             ),
             "42" => (

@@ -18,7 +18,7 @@ use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _
 use super::lease_table::LeaseTable;
 use super::spring::PEER_POLL;
 use super::spring_rows::SpringLeaseTable;
-use super::store::Store;
+use super::store::SqlStore;
 use super::{RowLockSessions, SessionProtocol as _, SpringTable, SqlSession};
 
 /// What a lock in a database server is, and when it ends.
@@ -261,7 +261,7 @@ impl<D: SpringDialect> SqlBackend<D> {
         }
     }
 
-    pub(crate) fn store(&self) -> &Store<D> {
+    pub(crate) fn store(&self) -> &SqlStore<D> {
         match self.table() {
             BackendTable::Native(table) => table.store(),
             BackendTable::Spring(table) => table.store(),

@@ -20,7 +20,7 @@ use super::lock_in::LockableTable;
 use super::spring::Generation;
 use super::spring_rows::{SpringLeaseTable, SpringStatements};
 use super::statement::corrupt;
-use super::store::Store;
+use super::store::SqlStore;
 use super::{
     Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
     SqlMode, Statement, StatementText, Value,
@@ -136,7 +136,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     fn has_wakeups(config: &Self::Config, mode: &SqlMode) -> bool;
 
     /// Creates the wake-ups of waiting callers in a namespace.
-    fn wakeups(store: &Store<Self>, namespace: &str) -> Self::Wakeups;
+    fn wakeups(store: &SqlStore<Self>, namespace: &str) -> Self::Wakeups;
 
     /// Reads the token that a statement has granted.
     fn granted_token(answer: &Answer<Self::Row>) -> Result<Option<i64>, BackendError>;
@@ -202,12 +202,12 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// `since` and `until` are both older than the setting `purge_after`. Returns the number of
     /// deleted rows.
     fn purge_batch(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         start: [u8; 32],
     ) -> impl Future<Output = Result<u64, BackendError>> + Send;
 
     fn diagnose(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Returns a finding if releases do not wake waiting callers.
@@ -247,7 +247,7 @@ pub(crate) trait SpringDialect: Dialect {
     /// Finds Spring's table. Returns its quoted name, and whether its rows contain the end of the
     /// lock. Returns `None` if the table is missing.
     fn find_table(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         table: &SpringTable,
     ) -> impl Future<Output = Result<Option<(String, bool)>, BackendError>> + Send;
 
@@ -255,13 +255,13 @@ pub(crate) trait SpringDialect: Dialect {
 
     /// Returns the statements for the table with this quoted name.
     fn spring_statements(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         quoted_name: &str,
         table: &SpringTable,
     ) -> Self::SpringStatements;
 
     /// As [`wakeups`](Dialect::wakeups), for a region of Spring's table.
-    fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> Self::Wakeups;
+    fn spring_wakeups(store: &SqlStore<Self>, region_scope: &str) -> Self::Wakeups;
 
     /// Returns a text that is unique for the table and region. The ids and the namespace of the
     /// region's native rows are derived from this text.
@@ -318,7 +318,7 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
 pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     type Database: Dialect;
 
-    fn store(&self) -> &Store<Self::Database>;
+    fn store(&self) -> &SqlStore<Self::Database>;
 
     fn wakeups(&self) -> &<Self::Database as Dialect>::Wakeups;
 

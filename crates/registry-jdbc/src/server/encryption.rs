@@ -80,13 +80,13 @@ impl EncryptionSettings {
     }
 
     /// Returns whether trusted certificates are set, by a method or an option.
-    #[cfg(feature = "tls")]
+    #[cfg(all(feature = "tls", feature = "postgres"))]
     pub(crate) fn has_authority(&self) -> bool {
         self.authority.is_some() || self.pem_files.has_ca()
     }
 
     /// Returns whether a client's certificate is set, by a method or an option.
-    #[cfg(feature = "tls")]
+    #[cfg(all(feature = "tls", feature = "postgres"))]
     pub(crate) fn has_client(&self) -> bool {
         self.client.is_some() || self.pem_files.has_cert()
     }
@@ -120,7 +120,9 @@ impl EncryptionSettings {
         }
         self.pem_files.validate()?;
         if !cfg!(feature = "tls") && self.encryption.needs_tls() {
-            return Err(OptionError::general("encrypted connections need the feature `tls`"));
+            return Err(OptionError::general(
+                "encrypted connections need the feature `tls`; build with this feature",
+            ));
         }
         Ok(())
     }

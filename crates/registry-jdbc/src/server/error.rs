@@ -116,7 +116,7 @@ pub(crate) fn queue_timed_out(store: &str) -> BackendError {
 /// Returns the error of a request on a row that another transaction has locked.
 pub(crate) fn row_locked(store: &str) -> BackendError {
     BackendError::transient(format!(
-        "{store}: another transaction, perhaps a fenced one, has locked the row of this lock, or the server is a replica"
+        "{store}: another transaction, perhaps a fenced one, has locked the row of this lock, or the server is a replica; retry, or use the address of the primary"
     ))
     .as_refused()
 }

@@ -11,7 +11,7 @@ use registry_core::{
 use super::dialect::{Dialect, LeaseStore, WakeupSource, attempt_from_existing_grant, decode_key};
 use super::records::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
-use super::store::Store;
+use super::store::SqlStore;
 use super::values::ValueStatements;
 use super::waiter_store::WaiterStatements;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
@@ -68,7 +68,7 @@ impl HolderStatements {
 
 /// The leases of one namespace, in the native tables.
 pub(crate) struct LeaseTable<D: Dialect> {
-    pub(crate) store: Store<D>,
+    pub(crate) store: SqlStore<D>,
     pub(crate) wakeups: D::Wakeups,
     pub(super) recently_released: RecentRows,
     /// Rows whose last attempt in [`records`](super::records) was busy. The next exclusive attempt
@@ -84,7 +84,7 @@ pub(crate) struct LeaseTable<D: Dialect> {
 
 impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
-        let store = Store::<D>::open(config).await?;
+        let store = SqlStore::<D>::open(config).await?;
         let wakeups = D::wakeups(&store, &store.settings().namespace);
         Ok(Self {
             store,
@@ -266,7 +266,7 @@ impl<D: Dialect> LeaseTable<D> {
 impl<D: Dialect> LeaseStore for LeaseTable<D> {
     type Database = D;
 
-    fn store(&self) -> &Store<D> {
+    fn store(&self) -> &SqlStore<D> {
         &self.store
     }
 

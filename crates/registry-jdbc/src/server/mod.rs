@@ -67,7 +67,7 @@ pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSessio
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};
-pub(crate) use store::{Store, read_meta};
+pub(crate) use store::{SqlStore, read_meta};
 #[cfg(feature = "mysql")]
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;

@@ -14,7 +14,7 @@ use super::dialect::{
 };
 use super::spring::{client_id, is_client_id_of, lock_key};
 use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
-use super::store::Store;
+use super::store::SqlStore;
 use super::{
     ConnectionUse, CreateSchema, Resend, RowId, SpringTable, Statement, StatementText, Value,
 };
@@ -33,7 +33,7 @@ pub(crate) struct SpringStatements {
 
 /// The leases of one region, in Spring's table.
 pub(crate) struct SpringLeaseTable<D: SpringDialect> {
-    pub(crate) store: Store<D>,
+    pub(crate) store: SqlStore<D>,
     table: SpringTable,
     pub(crate) statements: D::SpringStatements,
     pub(crate) wakeups: D::Wakeups,
@@ -51,7 +51,7 @@ struct SpringGrant {
 
 impl<D: SpringDialect> SpringLeaseTable<D> {
     pub(super) async fn open(config: D::Config, table: SpringTable) -> Result<Self, BackendError> {
-        let store = Store::<D>::open(config).await?;
+        let store = SqlStore::<D>::open(config).await?;
         let quoted_name = find_or_create_table(&store, &table).await?;
         let statements = D::spring_statements(&store, &quoted_name, &table);
         let region_scope = D::region_scope(&quoted_name, &table);
@@ -132,7 +132,7 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
 impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
     type Database = D;
 
-    fn store(&self) -> &Store<D> {
+    fn store(&self) -> &SqlStore<D> {
         &self.store
     }
 
@@ -235,7 +235,7 @@ pub(crate) fn release_outcome<D: SpringDialect>(
 
 /// Finds Spring's table, or creates it. Checks its generation. Returns its quoted name.
 async fn find_or_create_table<D: SpringDialect>(
-    store: &Store<D>,
+    store: &SqlStore<D>,
     table: &SpringTable,
 ) -> Result<String, BackendError> {
     let name = D::table_name(&store.config, table);

@@ -11,7 +11,7 @@ use super::dialect::Dialect;
 use super::statement::{bytes, corrupt, flag};
 use super::{Answer, ConnectionUse, Resend, SqlClient, Statement, StatementText, Value, purge};
 
-pub(crate) struct Store<D: Dialect> {
+pub(crate) struct SqlStore<D: Dialect> {
     pub(crate) config: D::Config,
     /// The id that the tables received when they were created.
     pub(crate) id: Vec<u8>,
@@ -31,7 +31,7 @@ pub(crate) enum TransactionDatabase {
     },
 }
 
-impl<D: Dialect> Store<D> {
+impl<D: Dialect> SqlStore<D> {
     pub(crate) async fn open(config: D::Config) -> Result<Self, BackendError> {
         config.validate().map_err(|error| error.into_backend_error(D::STORE))?;
         let response_timeout = D::settings(&config).response_timeout;

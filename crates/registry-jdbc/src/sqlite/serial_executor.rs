@@ -97,11 +97,11 @@ impl<S: Send + 'static> SerialExecutor<S> {
     /// # Errors
     /// [`Panicked`] if `work` panicked on the backend's thread.
     ///
-    /// # Panics
-    /// If `work` panics while the caller polls it.
-    ///
     /// # Cancel safety
     /// Dropping the future does not end the work.
+    ///
+    /// # Panics
+    /// If `work` panics while the caller polls it.
     pub(super) async fn call<T, W>(
         &self,
         priority: Priority,

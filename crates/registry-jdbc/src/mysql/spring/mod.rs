@@ -13,8 +13,8 @@ use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
 use crate::server::statement::{micros, text};
 use crate::server::{
-    ConnectionUse, Resend, RowId, SpringDialect, SpringLeaseTable, SpringTable, Statement,
-    StatementText, Store, Value,
+    ConnectionUse, Resend, RowId, SpringDialect, SpringLeaseTable, SpringTable, SqlStore,
+    Statement, StatementText, Value,
 };
 use sql::MySqlSpringStatements;
 
@@ -32,7 +32,7 @@ impl SpringDialect for MySql {
     }
 
     async fn find_table(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         table: &SpringTable,
     ) -> Result<Option<(String, bool)>, BackendError> {
         let (database, name) = table.schema_and_name();
@@ -52,14 +52,14 @@ impl SpringDialect for MySql {
     }
 
     fn spring_statements(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         quoted_name: &str,
         table: &SpringTable,
     ) -> MySqlSpringStatements {
         MySqlSpringStatements::new(&store.config, quoted_name, table)
     }
 
-    fn spring_wakeups(_: &Store<Self>, _: &str) -> MySqlWakeups {
+    fn spring_wakeups(_: &SqlStore<Self>, _: &str) -> MySqlWakeups {
         MySqlWakeups(None)
     }
 

@@ -15,8 +15,8 @@ use crate::server::spring::{Generation, client_id, lock_key};
 use crate::server::spring_rows::release_outcome;
 use crate::server::statement::{flag, text};
 use crate::server::{
-    ServerErrors as _, SpringDialect, SpringLeaseTable, SpringTable, Statement, StatementText,
-    Store, Value, WakeupSource as _,
+    ServerErrors as _, SpringDialect, SpringLeaseTable, SpringTable, SqlStore, Statement,
+    StatementText, Value, WakeupSource as _,
 };
 use sql::PgSpringStatements;
 
@@ -37,7 +37,7 @@ impl SpringDialect for Postgres {
     }
 
     async fn find_table(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         table: &SpringTable,
     ) -> Result<Option<(String, bool)>, BackendError> {
         let find = sql::find_table(&Self::table_name(&store.config, table));
@@ -52,14 +52,14 @@ impl SpringDialect for Postgres {
     }
 
     fn spring_statements(
-        store: &Store<Self>,
+        store: &SqlStore<Self>,
         quoted_name: &str,
         table: &SpringTable,
     ) -> PgSpringStatements {
         PgSpringStatements::new(&store.statements.tables, quoted_name, table)
     }
 
-    fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> PgWakeups {
+    fn spring_wakeups(store: &SqlStore<Self>, region_scope: &str) -> PgWakeups {
         PgWakeups::new(&store.config, region_scope)
     }
 
