@@ -409,6 +409,11 @@ mod tests {
                 options.set(Origin::Url, name, &value).unwrap();
                 assert_eq!(redacted(name, options.get(name).unwrap()), value, "{name}");
             }
+            for (name, value) in [("label", "nightly ünïcode"), ("lease", "1m 30s")] {
+                let mut options = Options::default();
+                options.set(Origin::Url, name, value).unwrap();
+                assert_eq!(redacted(name, options.get(name).unwrap()), value);
+            }
         }
 
         #[test]

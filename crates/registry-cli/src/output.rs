@@ -2,12 +2,13 @@
 //! as JSON.
 
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, Write as _};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
+use indicatif::ProgressDrawTarget;
 use lock_registry::Holder;
 use lock_registry::modes::{ClaimMode, WaitingClaim};
 use nix::sys::signal::{SigSet, SigmaskHow};
@@ -30,9 +31,8 @@ impl Output {
 
     /// Returns whether `lockreg` may show a progress line, which it redraws.
     pub(crate) fn may_show_progress_line(self) -> bool {
-        // `indicatif` draws nothing on a dumb terminal.
-        let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-        !self.json && !self.quiet && io::stderr().is_terminal() && !is_dumb
+        // Hidden without a terminal, and on a dumb terminal, where nothing can be redrawn.
+        !self.json && !self.quiet && !ProgressDrawTarget::stderr().is_hidden()
     }
 
     /// Prints a result to stdout: `value` as JSON with `--json`, otherwise `text`.

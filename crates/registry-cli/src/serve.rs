@@ -122,8 +122,8 @@ fn break_token(args: &args::ServeArgs) -> Result<Option<BreakToken>, CliError> {
             None => format!("set {TOKEN_VARIABLE} or use --token-file"),
         };
         return Err(CliError::usage(format!(
-            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, but the token has {}; {hint}, for example \
-             the output of `openssl rand -hex 16`",
+            "--allow-break needs a token of at least {TOKEN_BYTES_MIN} characters, but the token has {}; {hint}; \
+             `openssl rand -hex 16` prints a suitable one",
             token.len()
         )));
     }

@@ -161,6 +161,18 @@ fn in_a_pipeline_ctrl_c_ends_the_command() {
 }
 
 #[test]
+fn a_waiter_on_a_dumb_terminal_prints_a_line() {
+    let store = TestStore::new();
+    let holder = store.start(["hold", "--label", "worker 7", "key"]);
+    holder.next_line();
+    let mut shell = Shell::start(&store);
+    shell.type_keys("TERM=dumb $LOCKREG run key -- echo mi''ne\n");
+    shell.wait_for(" for key, held by worker 7");
+    assert_eq!(holder.finish(), 0);
+    shell.wait_for("mine");
+}
+
+#[test]
 fn a_waiter_shows_one_progress_line() {
     let store = TestStore::new();
     let holder = store.start(["hold", "--label", "worker 7", "key"]);
