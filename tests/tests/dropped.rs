@@ -104,12 +104,16 @@ fn unexpected_panics() -> Vec<String> {
     PANICS.lock().unwrap().clone()
 }
 
-/// Runs `test` over each store, and fails if a background task has panicked.
-fn for_each_store(test: impl Fn(&TestStore)) {
+/// Runs `test` over each store, and fails if a background task has panicked. The stores are tested
+/// at the same time, because most tests wait for the end of a lease.
+fn for_each_store(test: impl Fn(&TestStore) + Sync) {
     unexpected_panics();
-    for store in TestStore::all() {
-        test(&store);
-    }
+    thread::scope(|scope| {
+        for store in TestStore::all() {
+            let test = &test;
+            scope.spawn(move || test(&store));
+        }
+    });
     assert_eq!(unexpected_panics(), [] as [String; 0]);
 }
 
@@ -231,19 +235,23 @@ fn a_runtime_shutdown_leaves_no_key_locked_beyond_its_lease() {
         |registry_runtime| registry_runtime.shutdown_timeout(Duration::from_millis(10)),
         drop,
     ];
-    for_each_store(|store| {
+    thread::scope(|scope| {
         for end in ends {
-            let registry_runtime = runtime();
-            // The registries are dropped before their runtime.
-            drop(registries_with_pending_work(store, &registry_runtime));
-            end(registry_runtime);
-            store.assert_free_for_others();
-            // The registries outlive their runtime.
-            let registry_runtime = runtime();
-            let registries = registries_with_pending_work(store, &registry_runtime);
-            end(registry_runtime);
-            store.assert_free_for_others();
-            drop(registries);
+            scope.spawn(move || {
+                for_each_store(|store| {
+                    let registry_runtime = runtime();
+                    // The registries are dropped before their runtime.
+                    drop(registries_with_pending_work(store, &registry_runtime));
+                    end(registry_runtime);
+                    store.assert_free_for_others();
+                    // The registries outlive their runtime.
+                    let registry_runtime = runtime();
+                    let registries = registries_with_pending_work(store, &registry_runtime);
+                    end(registry_runtime);
+                    store.assert_free_for_others();
+                    drop(registries);
+                });
+            });
         }
     });
 }

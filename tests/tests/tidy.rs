@@ -257,7 +257,7 @@ const VAGUE_WORDS_ALLOWED: &[(&str, &str, &str)] = &[
     ("_typos.toml", "", "a list of words"),
     ("crates/registry-cli/src/doctor.rs", "tells losses", "a field of the JSON output"),
     ("book/src/come-from/spring.md", "heart beat millis", "an option of Spring Integration"),
-    ("crates/registry-jdbc/tests/opening.rs", "nobody", "the name of a user"),
+    ("crates/registry-jdbc/tests/it/sqlite/opening.rs", "nobody", "the name of a user"),
 ];
 
 #[test]

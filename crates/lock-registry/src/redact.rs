@@ -259,15 +259,24 @@ mod tests {
             "#canary",
             "/0;password=canary",
         ];
-        for (scheme, separator) in
-            schemes.iter().flat_map(|s| separators.map(|separator| (s, separator)))
-        {
-            for (login, host) in logins.iter().flat_map(|l| hosts.map(|host| (l, host))) {
-                for suffix in suffixes {
-                    assert_redacted(&format!("{scheme}{separator}{login}{host}{suffix}"));
-                }
+        let logins_and_hosts = logins.iter().flat_map(|l| hosts.map(|host| (l, host)));
+        // One thread for each scheme, because the combinations take seconds.
+        std::thread::scope(|scope| {
+            for scheme in schemes {
+                let logins_and_hosts = logins_and_hosts.clone();
+                scope.spawn(move || {
+                    for (login, host) in logins_and_hosts {
+                        for separator in separators {
+                            for suffix in suffixes {
+                                assert_redacted(&format!(
+                                    "{scheme}{separator}{login}{host}{suffix}"
+                                ));
+                            }
+                        }
+                    }
+                });
             }
-        }
+        });
     }
 
     #[test]

@@ -266,3 +266,62 @@ impl Drop for Conversion {
 fn invalid_conversion(guard: &LockGuard, to: ClaimMode, problem: &'static str) -> LockError {
     LockError::InvalidConversion { key: guard.key().to_owned(), from: guard.mode(), to, problem }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::{
+        BackendError, Capabilities, Claim, LockBackend, MemoryBackend, Registry, Release, Renewal,
+    };
+
+    /// The first conversions fail like requests on connections that broke while idle.
+    #[derive(Debug)]
+    struct StaleConnections {
+        store: MemoryBackend,
+        left: AtomicUsize,
+    }
+
+    #[async_trait]
+    impl LockBackend for StaleConnections {
+        fn capabilities(&self) -> Capabilities {
+            self.store.capabilities()
+        }
+
+        async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+            let left = self.left.load(Ordering::Relaxed);
+            if claim.is_conversion() && left > 0 {
+                self.left.store(left - 1, Ordering::Relaxed);
+                let error = BackendError::transient("the connection broke on purpose");
+                return Err(error.as_stale_connection());
+            }
+            self.store.try_acquire(claim).await
+        }
+
+        async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+            self.store.renew(claims).await
+        }
+
+        async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+            self.store.release(claim).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upgrade_is_repeated_once_after_a_stale_connection_even_after_its_deadline() {
+        for (stale, is_upgraded) in [(1, true), (2, false)] {
+            let backend = StaleConnections { store: MemoryBackend::new(), left: stale.into() };
+            let registry = Registry::builder(Arc::new(backend)).build().unwrap();
+            let guard = registry.obtain("k").upgradable().await.unwrap();
+            let upgrade = guard.try_upgrade_for(Duration::ZERO).await;
+            match upgrade {
+                Ok(Ok(guard)) => assert!(is_upgraded && guard.mode() == ClaimMode::Exclusive),
+                Err(error) => assert!(!is_upgraded && error.is_retryable(), "{stale}: {error}"),
+                busy => panic!("no other client holds the lock: {busy:?}"),
+            }
+        }
+    }
+}

@@ -1,6 +1,16 @@
-//! The engine, observed from outside: cancellation, loss, close, hand-over, panics and store errors
-//! over the in-process store and SQLite. Needs no server.
+//! The engine, observed from outside, over the in-process store and SQLite: the promises to its
+//! callers, cancellation, loss, close, hand-over, panics, store errors and observers. Needs no
+//! server.
 
+mod promises;
+mod modes;
+mod waiting;
+mod renewals;
+mod invalidations;
+mod local_permit;
+mod once_and_election;
+mod observing;
+mod user_code;
 mod blocking;
 mod bounds;
 mod close;
@@ -16,3 +26,4 @@ mod renewal_failures;
 mod runtime_gone;
 mod store_errors;
 mod sweep;
+mod locked;

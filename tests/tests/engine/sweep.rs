@@ -38,34 +38,21 @@ macro_rules! swept {
             $($(#[doc = $doc])+
             #[tokio::test(start_paused = true)]
             async fn $scenario() {
-                for environment in super::environments::paused() {
-                    environment.sweep(super::$scenario).await;
-                }
+                super::environments::sweep_paused(super::$scenario).await;
             })+
 
             $($(#[doc = $paused_doc])+
             #[tokio::test(start_paused = true)]
             async fn $paused_scenario() {
-                for environment in super::environments::paused() {
-                    environment.sweep(super::$paused_scenario).await;
-                }
+                super::environments::sweep_paused(super::$paused_scenario).await;
             })+
         }
 
         mod over_sqlite {
-            use futures_util::stream::{self, StreamExt as _};
-
             $($(#[doc = $doc])+
             #[tokio::test]
             async fn $scenario() {
-                let folder = tempfile::tempdir().unwrap();
-                // Concurrent, because the environments spend most of their time waiting. Each has
-                // its own file.
-                stream::iter(super::environments::sqlite(&folder))
-                    .for_each_concurrent(None, async |environment| {
-                        environment.sweep(super::$scenario).await;
-                    })
-                    .await;
+                super::environments::sweep_sqlite(super::$scenario).await;
             })+
         }
     };

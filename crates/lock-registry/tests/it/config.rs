@@ -112,6 +112,78 @@ fn encrypted_zookeeper_without_a_ca_is_refused_by_the_check() {
     assert!(error.to_string().contains("`ca`"), "{error}");
 }
 
+/// A host is looked up only to explain a lost connection.
+#[cfg(feature = "redis-tls")]
+#[tokio::test]
+async fn an_unresolved_host_replaces_no_permanent_error() {
+    let url = "rediss://no-such-host.invalid?ca=/absent/ca.pem";
+    let error = connect(url).await.unwrap_err();
+    let text = error_text(&error);
+    let ConfigError::Open { source, .. } = &error else { panic!("{text}") };
+    assert_eq!(source.kind(), lock_registry::backend::BackendErrorKind::Misconfigured, "{text}");
+    assert!(text.contains("/absent/ca.pem") && !text.contains("cannot resolve"), "{text}");
+}
+
+#[cfg(all(
+    feature = "postgres-tls",
+    feature = "mysql-tls",
+    feature = "redis-tls",
+    feature = "zk-tls",
+    feature = "etcd-tls"
+))]
+mod certificates {
+    use lock_registry::backend::{BackendError, BackendErrorKind};
+    use lock_registry::etcd::{EtcdBackend, EtcdConfig};
+    use lock_registry::mysql::{MySqlBackend, MySqlConfig};
+    use lock_registry::postgres::{PostgresBackend, PostgresConfig};
+    use lock_registry::redis::{FencedWrites, RedisBackend, RedisConfig};
+    use lock_registry::zk::{ZkBackend, ZkConfig};
+    use registry_core::config::BackendConfig;
+
+    use super::*;
+
+    /// Asserts that `open` reads the file of each option before it connects.
+    async fn assert_reads_the_files<C: BackendConfig + Clone, B>(
+        config: Result<C, BackendError>,
+        open: impl AsyncFn(C) -> Result<B, BackendError>,
+    ) {
+        let config = config.unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let present = directory.path().join("present.pem");
+        std::fs::write(&present, "-----BEGIN CERTIFICATE-----").unwrap();
+        let present = present.to_str().unwrap();
+        for (ca, cert, problem) in [
+            ("/absent/ca.pem", present, "file \"/absent/ca.pem\" of option `ca` cannot be read"),
+            (present, "/absent/cert.pem", "file \"/absent/cert.pem\" of option `cert` cannot"),
+            // No error shows this path, because a user may pass the key itself.
+            (present, present, "the file of option `key` cannot be read"),
+        ] {
+            let mut config = config.clone();
+            for (option, value) in [("ca", ca), ("cert", cert), ("key", "/absent/canary.pem")] {
+                config.set(option, value).unwrap();
+            }
+            let error = open(config).await.err().unwrap();
+            let text = error_text(&error);
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{text}");
+            assert!(text.contains(problem) && !text.contains(CANARY), "{text}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_backend_opened_directly_reads_the_files_of_its_options() {
+        let postgres = PostgresConfig::from_url("postgres://u@127.0.0.1:1/db");
+        assert_reads_the_files(postgres, PostgresBackend::open).await;
+        let mysql = MySqlConfig::from_url("mysql://u@127.0.0.1:1/db");
+        assert_reads_the_files(mysql, MySqlBackend::open).await;
+        let redis = || RedisConfig::from_url("rediss://127.0.0.1:1");
+        assert_reads_the_files(redis(), RedisBackend::open).await;
+        assert_reads_the_files(redis(), FencedWrites::open).await;
+        assert_reads_the_files(ZkConfig::from_url("zks://127.0.0.1:1"), ZkBackend::open).await;
+        assert_reads_the_files(EtcdConfig::from_url("etcds://127.0.0.1:1"), EtcdBackend::open)
+            .await;
+    }
+}
+
 #[tokio::test]
 async fn the_engine_accepts_every_value_that_passes_the_check() {
     for query in [

@@ -12,7 +12,9 @@ use registry_testkit::redis::RedisServer;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::support::{CommandOutput, TestProcess, TestStore, contents, is_alive, wait_until};
+use crate::support::{
+    CommandOutput, TEST_TIMEOUT, TestProcess, TestStore, contents, is_alive, wait_until,
+};
 
 const PROCESSES: usize = 10;
 
@@ -131,6 +133,33 @@ fn a_leader_without_its_store_ends_its_command_before_another_candidate_leads() 
     first.next_line();
     first.signal(Signal::SIGKILL);
     first.wait();
+}
+
+/// `lockreg` connects through a proxy until its wait limit is over, by its own clock.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_time_for_connecting_counts_towards_the_wait_of_a_scheduled_command() {
+    use registry_testkit::clock::ClockShim;
+
+    let redis = Redis::start(&[], "");
+    let holder = TestProcess::start(&mut redis.command(&["hold", "nightly"]));
+    holder.next_line();
+    let _inside = redis.runtime.enter();
+    let proxy = FaultProxy::start(redis.servers.as_ref().unwrap().addr()).unwrap();
+    redis.runtime.block_on(proxy.set_mode(ProxyMode::BlackHole)).unwrap();
+    let clock = ClockShim::new().unwrap();
+    // The attempt to connect does not end before the wait.
+    let url = format!("redis://{}?connect_timeout=1h", proxy.addr());
+    let run = ["run", "--wait", "30m", "--once-per", "36500days", "nightly", "--", "true"];
+    let mut command = redis.command(&run);
+    command.env("LOCK_REGISTRY_URL", url).envs(clock.environment());
+    let mut waiting = TestProcess::start(&mut command);
+    redis.runtime.block_on(proxy.until(TEST_TIMEOUT, |counts| counts.accepted > 0)).unwrap();
+    clock.jump_monotonic(30 * 60).unwrap();
+    redis.runtime.block_on(proxy.set_mode(ProxyMode::Pass)).unwrap();
+    assert_eq!(waiting.wait(), 0);
+    waiting.wait_for_stderr("another process holds its lock");
+    assert_eq!(holder.finish(), 0);
 }
 
 #[test]

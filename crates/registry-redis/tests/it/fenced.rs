@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use registry_core::{BackendErrorKind, FencingToken, LockGuard, LockOptions, LostReason, Registry};
 use registry_redis::{Fenced, FencedScript, FencedWrites, RedisBackend, RedisConfig, ScriptReply};
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisCluster, RedisOptions, RedisServer};
 
 fn token(number: u64) -> FencingToken {
@@ -81,6 +82,28 @@ async fn an_invalid_write_returns_the_reason() {
     let quorum = RedisConfig::quorum((1..=3).map(|port| ("127.0.0.1".to_owned(), port)));
     let error = FencedWrites::open(quorum).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
+}
+
+/// The reply is lost, or a command of the script fails after an earlier command has written.
+#[tokio::test]
+async fn an_error_of_a_write_that_was_executed_leaves_the_outcome_unknown() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let writes = FencedWrites::open(config(&format!("redis://{}", proxy.addr()))).await.unwrap();
+    // Caches the script, so that the next request is the write itself.
+    writes.set(token(1), "k", "before").await.unwrap();
+    proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
+    let error = writes.set(token(1), "k", "unanswered").await.unwrap_err();
+    assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Transient, false), "{error:?}");
+    assert!(server.send_command("GET k").await.unwrap().contains("unanswered"));
+
+    proxy.set_mode(ProxyMode::Pass).await.unwrap();
+    let failing = FencedScript::new(
+        "redis.call('SET', KEYS[1], 'half'); return redis.call('LPUSH', KEYS[1], 'rest')",
+    );
+    let error = writes.run(token(1), &failing, &["k"], &[]).await.unwrap_err();
+    assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Protocol, false), "{error:?}");
+    assert!(server.send_command("GET k").await.unwrap().contains("half"));
 }
 
 /// The holder ignores the end of its lease and writes after the next holder.

@@ -8,6 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::stream::{self, StreamExt as _};
 use registry_conformance::sweep::{SweepOutcome, sweep};
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
@@ -201,63 +202,62 @@ impl Environment {
         expected + self.late + EXPIRY_DELAY + self.slack
     }
 
-    /// Sweeps the operation of `scenario`, with and without another caller of our registry that
-    /// waits for the lock.
+    /// Sweeps the operation of `scenario`. If `other_holder`, another caller of our registry waits
+    /// for the lock.
     #[expect(clippy::async_yields_async, reason = "the future is the product: the sweep drives it")]
-    pub(crate) async fn sweep(&self, mut scenario: impl AsyncFnMut(&Self, &TestSetup) -> Scenario) {
-        for other_holder in [false, true] {
-            let running = RefCell::new(None);
-            let last_token = Cell::new(None);
-            sweep(
-                async || {
-                    let setup = self.setup().await;
-                    let Scenario { swept, mut others, still_held, closes, uses_other_keys } =
-                        scenario(self, &setup).await;
-                    if other_holder {
-                        let lock = setup.local.obtain(KEY);
-                        others.spawn(async move {
-                            match lock.lock().await {
-                                Ok(guard) => drop(guard),
-                                Err(LockError::Closed) if closes => {}
-                                Err(error) => panic!("another caller returned an error: {error:?}"),
-                            }
-                        });
+    async fn sweep(
+        &self,
+        other_holder: bool,
+        scenario: impl AsyncFn(&Self, &TestSetup) -> Scenario,
+    ) {
+        let running = RefCell::new(None);
+        let last_token = Cell::new(None);
+        sweep(
+            async || {
+                let setup = self.setup().await;
+                let Scenario { swept, mut others, still_held, closes, uses_other_keys } =
+                    scenario(self, &setup).await;
+                if other_holder {
+                    let lock = setup.local.obtain(KEY);
+                    others.spawn(async move {
+                        match lock.lock().await {
+                            Ok(guard) => drop(guard),
+                            Err(LockError::Closed) if closes => {}
+                            Err(error) => panic!("another caller returned an error: {error:?}"),
+                        }
+                    });
+                }
+                match (&setup.fault_layer, &self.request_fault) {
+                    (Some(FaultLayer::Faulty(faulty)), Some(RequestFault::Faults(faults))) => {
+                        faulty.apply(faults.clone());
                     }
-                    match (&setup.fault_layer, &self.request_fault) {
-                        (Some(FaultLayer::Faulty(faulty)), Some(RequestFault::Faults(faults))) => {
-                            faulty.apply(faults.clone());
-                        }
-                        (
-                            Some(FaultLayer::RemoteStore(remote_store)),
-                            Some(RequestFault::LateAcquire(after)),
-                        ) => {
-                            remote_store.fail_next_acquire(*after);
-                        }
-                        (
-                            Some(FaultLayer::RemoteStore(remote_store)),
-                            Some(RequestFault::Latency(latency)),
-                        ) => {
-                            remote_store.set_latency(*latency);
-                        }
-                        _ => {}
+                    (
+                        Some(FaultLayer::RemoteStore(remote_store)),
+                        Some(RequestFault::LateAcquire(after)),
+                    ) => {
+                        remote_store.fail_next_acquire(*after);
                     }
-                    running.replace(Some((setup, others, still_held, closes, uses_other_keys)));
-                    swept
-                },
-                POLLS_MAX,
-                async |end| {
-                    let (setup, others, still_held, closes, uses_other_keys) =
-                        running.take().unwrap();
-                    let run =
-                        format!("{self}, other holder: {other_holder}, {}", describe_end(&end));
-                    let after_drop =
-                        AfterDrop { environment: self, setup, closes, uses_other_keys, run };
-                    last_token
-                        .set(after_drop.check(end, others, still_held, last_token.get()).await);
-                },
-            )
-            .await;
-        }
+                    (
+                        Some(FaultLayer::RemoteStore(remote_store)),
+                        Some(RequestFault::Latency(latency)),
+                    ) => {
+                        remote_store.set_latency(*latency);
+                    }
+                    _ => {}
+                }
+                running.replace(Some((setup, others, still_held, closes, uses_other_keys)));
+                swept
+            },
+            POLLS_MAX,
+            async |end| {
+                let (setup, others, still_held, closes, uses_other_keys) = running.take().unwrap();
+                let run = format!("{self}, other holder: {other_holder}, {}", describe_end(&end));
+                let after_drop =
+                    AfterDrop { environment: self, setup, closes, uses_other_keys, run };
+                last_token.set(after_drop.check(end, others, still_held, last_token.get()).await);
+            },
+        )
+        .await;
     }
 }
 
@@ -383,8 +383,32 @@ impl AfterDrop<'_> {
     }
 }
 
+/// Sweeps the operation of `scenario` over in-process stores, on paused time. One environment runs
+/// at a time, because all share the clock.
+pub(crate) async fn sweep_paused(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
+    for environment in paused() {
+        for other_holder in [false, true] {
+            environment.sweep(other_holder, &scenario).await;
+        }
+    }
+}
+
+/// Sweeps the operation of `scenario` over SQLite. The environments are concurrent, because they
+/// spend most of their time waiting. Each has its own file.
+pub(crate) async fn sweep_sqlite(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
+    let folders = [false, true].map(|other_holder| (other_holder, tempfile::tempdir().unwrap()));
+    let environments = folders.iter().flat_map(|(other_holder, folder)| {
+        sqlite(folder).into_iter().map(move |environment| (environment, *other_holder))
+    });
+    stream::iter(environments)
+        .for_each_concurrent(None, async |(environment, other_holder)| {
+            environment.sweep(other_holder, &scenario).await;
+        })
+        .await;
+}
+
 /// In-process stores, without faults and behind all kinds of faults. For paused time.
-pub(crate) fn paused() -> Vec<Environment> {
+fn paused() -> Vec<Environment> {
     let mut environments = Vec::new();
     for handoff in [32, 0] {
         let mut add =
@@ -429,7 +453,7 @@ pub(crate) fn paused() -> Vec<Environment> {
 }
 
 /// SQLite, without faults and behind some faults. For real time.
-pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
+fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
     let file = |name: &str| {
         let path = folder.path().join(format!("{}.db", name.replace(' ', "-")));
         // 30 s is far more than any step takes here, and less than the lease.

@@ -128,6 +128,32 @@ async fn a_waiter_whose_slot_migrates_is_woken_by_the_release() {
     }
 }
 
+/// The user may not use client tracking, so no server sends an invalidation. A command for another
+/// key of the slot receives `MOVED`, and updates the slot map before the next refresh.
+#[tokio::test]
+async fn held_locks_are_verified_after_another_command_has_found_that_their_slot_moved() {
+    let cluster = patient_cluster().await;
+    for node in cluster.nodes() {
+        let reply = cluster.node(node).send_command("ACL SETUSER default -client").await.unwrap();
+        assert_eq!(reply, "+OK\r\n");
+    }
+    // Renewals start after a third of the lease, and `LONG` is shorter.
+    let registry_a = registry(&config(&cluster), LONG * 10).await;
+    assert!(!registry_a.capabilities().reports_invalidations);
+    let key = key_on(0, "held");
+    let slot = slot_of(&key);
+    let mut others = (0..).map(|number| format!("other/{number}"));
+    let other = others.find(|other| slot_of(other) == slot).unwrap();
+    let guard = registry_a.obtain(&key).lock().await.unwrap();
+    let to = cluster.master_of(8_000).await.unwrap();
+    cluster.migrate(slot, to).await.unwrap();
+    let remove = format!("DEL lock-registry:{{{key}}}");
+    assert_eq!(cluster.node(to).send_command(&remove).await.unwrap(), ":1\r\n");
+    assert!(guard.is_held(), "nothing has notified the holder");
+    registry_a.obtain(&other).lock().await.unwrap().unlock().await.unwrap();
+    assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
+}
+
 /// Returns a registry whose waiters poll too rarely to notice a release.
 async fn open_without_polling(cluster: &RedisCluster) -> Registry {
     let backend = RedisBackend::open(config(cluster)).await.unwrap();
