@@ -3,11 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_core::{
-    Attempt, Claim, ClaimMode, FencingToken, Key, LockBackend as _, LockError, LockOptions,
-    LockRegistryExt as _, MemoryBackend, Owner, Queueing, Registry,
+    Attempt, BackendError, Capabilities, Claim, ClaimMode, FencingToken, Key, LockBackend,
+    LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Queueing, Registry,
+    Release, Renewal,
 };
 
 fn two_processes() -> (Registry, Registry) {
@@ -319,4 +322,51 @@ async fn several_keys_are_held_for_their_min_hold_only_if_all_were_acquired() {
         LockOptions::new().min_hold(Duration::from_secs(2)).max_hold(Duration::from_secs(1));
     let refused = keys.try_lock_with(invalid).await;
     assert!(matches!(refused, Err(LockError::InvalidOption { .. })), "{refused:?}");
+}
+
+/// The first conversions fail like requests on connections that broke while idle.
+#[derive(Debug)]
+struct StaleConnections {
+    store: MemoryBackend,
+    left: AtomicUsize,
+}
+
+#[async_trait]
+impl LockBackend for StaleConnections {
+    fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let left = self.left.load(Ordering::Relaxed);
+        if claim.is_conversion() && left > 0 {
+            self.left.store(left - 1, Ordering::Relaxed);
+            let error = BackendError::transient("the connection broke on purpose");
+            return Err(error.as_stale_connection());
+        }
+        self.store.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.store.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.store.release(claim).await
+    }
+}
+
+/// Without a wait, only a stale connection is a reason to repeat the conversion.
+#[tokio::test(start_paused = true)]
+async fn an_upgrade_without_a_wait_is_repeated_once_after_a_stale_connection() {
+    for (stale, is_upgraded) in [(1, true), (2, false)] {
+        let backend = StaleConnections { store: MemoryBackend::new(), left: stale.into() };
+        let registry = Registry::builder(Arc::new(backend)).build().unwrap();
+        let guard = registry.obtain("k").upgradable().await.unwrap();
+        match guard.try_upgrade_for(Duration::ZERO).await {
+            Ok(Ok(guard)) => assert!(is_upgraded && guard.mode() == ClaimMode::Exclusive),
+            Err(error) => assert!(!is_upgraded && error.is_retryable(), "{stale}: {error}"),
+            busy => panic!("no other client holds the lock: {busy:?}"),
+        }
+    }
 }

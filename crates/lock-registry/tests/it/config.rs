@@ -132,6 +132,8 @@ async fn an_unresolved_host_replaces_no_permanent_error() {
     feature = "etcd-tls"
 ))]
 mod certificates {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+
     use lock_registry::backend::{BackendError, BackendErrorKind};
     use lock_registry::etcd::{EtcdBackend, EtcdConfig};
     use lock_registry::mysql::{MySqlBackend, MySqlConfig};
