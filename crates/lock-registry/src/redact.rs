@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_malformed_url_is_refused_and_its_password_is_redacted() {
-        for url in CANARIES {
+        for url in INVALID_URLS {
             assert!(RegistryConfig::from_url(url).is_err(), "{url} was accepted");
             assert_redacted(url);
         }
@@ -155,7 +155,7 @@ mod tests {
 
     #[cfg(feature = "redis")]
     #[test]
-    fn a_path_that_may_be_a_secret_is_redacted() {
+    fn a_pem_path_that_may_be_a_secret_is_redacted() {
         let url = "rediss://h?ca=-----p&key=";
         assert_eq!(redact_url(url), "rediss://h?ca=***&key=***");
     }
@@ -280,9 +280,9 @@ mod tests {
     }
 
     #[test]
-    fn no_edit_of_one_character_shows_a_secret() {
-        // Each password contains `canary` twice. An inserted, removed or replaced character damages
-        // at most one occurrence, and the test finds the other one.
+    fn no_typo_or_truncation_shows_a_secret() {
+        // Each password contains `canary` twice, so that a leaked password with one damaged
+        // character is still found. Swapped neighbours and cut-off ends are tested too.
         for url in [
             "redis://user:canarycanary@host:6379/0?lease=30s",
             "rediss://:canarycanary@host",
@@ -320,7 +320,7 @@ mod tests {
         }
     }
 
-    const CANARIES: &[&str] = &[
+    const INVALID_URLS: &[&str] = &[
         "redis+sentinel://user:canary@a,b",
         "redis+sentinel://user:canary@a,canary:b/main",
         "redis+sentinel://user:canary@a,a/main",

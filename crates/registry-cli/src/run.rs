@@ -364,7 +364,7 @@ impl Supervisor<'_> {
                         self.on_signal(signal);
                     }
                 }
-                // Without this message, the watchdog would treat the lease as expired.
+                // Without a new deadline, the watchdog would treat the lease as expired.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
                 () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }

@@ -125,7 +125,7 @@ impl<T: Send + 'static> Call<T> {
     ///
     /// If the caller is not polled for `unpolled_max`, or for `limit` if that is shorter, the
     /// background releaser completes the call.
-    pub(crate) async fn response_within_even_if_unpolled(
+    pub(crate) async fn monitored_response_within(
         self,
         limit: Duration,
         unpolled_max: Duration,

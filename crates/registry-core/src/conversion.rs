@@ -77,6 +77,7 @@ impl LockGuard {
 
     async fn downgrade_to(self, to: ClaimMode) -> Result<Self, LockError> {
         match self.convert_until(to, None).await? {
+            // `Err` is unreachable: without a deadline, the conversion is never withdrawn.
             Ok(guard) | Err(guard) => Ok(guard),
         }
     }
@@ -165,7 +166,7 @@ impl Conversion {
             let epoch_at_send = grant.local_lock().invalidation_epoch();
             let limit = engine.defaults.operation_timeout;
             let call = engine.try_acquire(claim.clone());
-            let response = call.response_within_even_if_unpolled(limit, grant.lease_length()).await;
+            let response = call.monitored_response_within(limit, grant.lease_length()).await;
             let error = match response.unwrap_or_else(|| Err(engine.no_response_error())) {
                 Ok(Attempt::Granted(granted)) => {
                     let converted = grant.convert(claim, granted, sent_at, epoch_at_send);
@@ -207,8 +208,8 @@ impl Conversion {
                 }
                 Ok(Attempt::Gone) => {
                     grant.lose(LostReason::Gone);
-                    // A late request of an earlier upgrade may have converted the grant. If so, the
-                    // grant still exists in the store and must be released.
+                    // The store has no grant with this first token. A late request of a withdrawn
+                    // upgrade may have changed the token; that grant must be released.
                     let claim = grant.claim_to_release();
                     release_in_background(PendingRelease::new(engine, claim));
                     return Err(lost_error(&key, LostReason::Gone));
@@ -246,7 +247,7 @@ impl Conversion {
         let limit = engine.defaults.operation_timeout;
         // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(withdrawal);
-        drop(call.response_within_even_if_unpolled(limit, grant.lease_length()).await);
+        drop(call.monitored_response_within(limit, grant.lease_length()).await);
         Ok(Err(self.into_guard()))
     }
 }

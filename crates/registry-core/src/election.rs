@@ -89,8 +89,9 @@ impl Election {
         // Without a fair lock, a candidate that has stepped down could become leader again while
         // another one waits.
         let engine = lock.local_lock().map(|local_lock| local_lock.engine());
-        let is_fair = engine.is_ok_and(|engine| engine.capabilities.fair_on_request);
-        let options = if is_fair { LockOptions::new().fair(true) } else { LockOptions::new() };
+        let is_fair_on_request = engine.is_ok_and(|engine| engine.capabilities.fair_on_request);
+        let options =
+            if is_fair_on_request { LockOptions::new().fair(true) } else { LockOptions::new() };
         Self {
             lock,
             candidates,
@@ -135,9 +136,10 @@ impl Election {
     /// A priority is a preference, not a guarantee. If no other candidate becomes leader for the
     /// length of a lease, the candidate takes the role nevertheless. A leader does not step down
     /// for a candidate with a higher priority. Candidates without a priority ignore the priorities
-    /// of others. The store must have [shared locks](crate::Capabilities::shared),
-    /// [labels](crate::Capabilities::labels) and [holders](crate::Capabilities::inspect). While it
-    /// campaigns, a candidate with a priority holds the shared lock of the key `ROLE/candidates`.
+    /// of others. The store must support [shared locks](crate::Capabilities::shared) and
+    /// [labels](crate::Capabilities::labels), and [report holders](crate::Capabilities::inspect).
+    /// While it campaigns, a candidate with a priority holds the shared lock of the key
+    /// `ROLE/candidates`.
     #[must_use]
     pub fn priority(mut self, priority: u32) -> Self {
         self.priority = Some(priority);
@@ -269,8 +271,8 @@ impl Election {
             let reason = guard.hold().grant().loss().unwrap_or(LostReason::Expired);
             return Err(lost_error(guard.claim().key(), reason));
         }
-        // This flag is read before `Leader` is sent. A later step-down stops the work, but the work
-        // still starts.
+        // Read before `Leader` is sent, so that a step-down in response to `Leader` stops work that
+        // has started.
         let stops_before_work = *stopping.borrow();
         // Ended last, so that `Follower` is sent after the work has ended and the lock is released.
         // If this future is dropped, the background releaser sends `Follower`.
@@ -335,8 +337,8 @@ impl Election {
         if self.data.len() > Self::DATA_BYTES_MAX {
             return Err(InvalidOption::data_too_long(self.data.len(), Self::DATA_BYTES_MAX).into());
         }
-        // The value block is checked before the wait, so that a foreign value is returned at once.
-        // It is checked again while the lock is held.
+        // The value block is checked before the wait, so that the error for a foreign value is
+        // returned at once. It is checked again while the lock is held.
         self.parse_record(self.lock.read_value().await?.value.as_ref())?;
         let guard = match self.priority {
             Some(priority) => self.lock_by_priority(priority).await?,
@@ -444,9 +446,9 @@ impl Election {
     ///
     /// The work has the rest of the lease to end. The role is free when
     /// [`leadership`](Self::leadership) reports [`Leadership::Follower`]. [`run`](Self::run) then
-    /// campaigns again. If the store is [fair](crate::Capabilities::fair), also [on
+    /// campaigns again. If the store is fair, [always](crate::Capabilities::fair) or [on
     /// request](crate::Capabilities::fair_on_request), this candidate queues behind all waiting
-    /// candidates.
+    /// ones.
     pub fn step_down(&self) -> bool {
         self.candidate.stop_sender().as_ref().is_some_and(|stop| stop.send(true).is_ok())
     }

@@ -217,7 +217,7 @@ impl Engine {
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
         let limit = self.defaults.operation_timeout;
-        let response = self.call(future).response_within_even_if_unpolled(limit, limit).await;
+        let response = self.call(future).monitored_response_within(limit, limit).await;
         response
             .unwrap_or_else(|| Err(self.no_response_error()))
             .map_err(|source| store_error(operation, key, source))

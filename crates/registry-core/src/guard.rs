@@ -160,7 +160,7 @@ impl LockGuard {
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
-        let response = engine.renew(claim).response_within_even_if_unpolled(limit, lease).await;
+        let response = engine.renew(claim).monitored_response_within(limit, lease).await;
         match response.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
@@ -490,7 +490,7 @@ async fn wait_for_outcome(
     unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    let outcome = job.response_within_even_if_unpolled(limit, unpolled_max).await;
+    let outcome = job.monitored_response_within(limit, unpolled_max).await;
     release_result(
         outcome.unwrap_or_else(|| ReleaseOutcome::Unknown(engine.no_response_error())),
         key,
@@ -527,7 +527,7 @@ async fn release_after_min_hold(
     tokio::select! {
         biased;
         // The claim was lost, or its `min_hold` has ended meanwhile.
-        outcome = job.response_within_even_if_unpolled(limit, unpolled_max) => {
+        outcome = job.monitored_response_within(limit, unpolled_max) => {
             match first_renewal.try_recv() {
                 Ok(Err(reason)) => Err(lost_error(key, reason)),
                 _ => outcome.map_or(Ok(()), |outcome| release_result(outcome, key)),

@@ -39,14 +39,14 @@ use crate::watcher::Watcher;
 /// a later revision. The token of a claim that waited behind an upgradable claim can be a later
 /// revision too. Tokens increase across every failure that a majority of the members survives.
 ///
-/// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
-/// of the other locks of its process. A later claim reuses the lease of a released claim, which
-/// saves a write. One stream extends all leases, or up to 16 streams if the member is slow. Another
-/// stream carries all watches.
+/// Each claim has its own etcd lease. A lock that is no longer renewed therefore expires
+/// independently of the other locks of its process. A later claim reuses the lease of a released
+/// claim, which saves a write. One stream extends all leases, or up to 16 streams if the member is
+/// slow. Another stream carries all watches.
 ///
-/// A claim's lease lasts at least 2 s. The lease in the cluster lasts whole seconds, and is up to 2
-/// s longer. The members check for expired leases every 0.5 s. The lock of a crashed holder becomes
-/// free up to 2.5 s after the end of its lease. It is granted after a further 250 ms. With
+/// A claim's lease lasts at least 2 s. Its etcd lease lasts whole seconds, and is up to 2 s longer.
+/// The members check for expired leases every 0.5 s. The lock of a crashed holder becomes free up
+/// to 2.5 s after the end of its lease. It is granted after a further 250 ms. With
 /// `layout=etcdctl`, these 250 ms apply only to a claim that waited directly behind the holder.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,

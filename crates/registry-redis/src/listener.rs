@@ -22,8 +22,8 @@ use tokio::time::timeout;
 use crate::connections::{Connector, PushHandler};
 use crate::names::RedisKeyNames;
 
-/// The interval between two removals of channels without waiters. A caller that waited once often
-/// waits again, so such a channel stays subscribed for up to two intervals.
+/// The interval between two removals of channels without waiters. Callers often wait again soon, so
+/// such a channel stays subscribed for up to two intervals.
 const UNUSED_CHANNEL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The limits of the pause between connection attempts.
@@ -147,7 +147,7 @@ impl fmt::Debug for ReleaseListener {
 }
 
 impl ChannelTable {
-    fn names(&self) -> Vec<Arc<str>> {
+    fn channel_names(&self) -> Vec<Arc<str>> {
         self.channels().keys().cloned().collect()
     }
 
@@ -211,7 +211,7 @@ async fn run(
     let mut pause = RETRY_PAUSE_MIN;
     loop {
         // Without an awaited channel, no connection is needed.
-        if table.names().is_empty() && subscribe_requests.recv().await.is_none() {
+        if table.channel_names().is_empty() && subscribe_requests.recv().await.is_none() {
             return;
         }
         let (push_sender, pushes) = mpsc::unbounded_channel();
@@ -257,7 +257,7 @@ async fn serve(
     {
         return DisconnectReason::NotSubscribed;
     }
-    if !subscribe(table, &mut connection, &table.names()).await {
+    if !subscribe(table, &mut connection, &table.channel_names()).await {
         return DisconnectReason::NotSubscribed;
     }
     let mut cleanup = tokio::time::interval(UNUSED_CHANNEL_CHECK_INTERVAL);
@@ -319,8 +319,9 @@ fn handle_push(table: &ChannelTable, push: PushInfo) -> bool {
             }
             true
         }
-        // The server unsubscribes a channel whose slot has moved. The client library may have
-        // mistaken this message for the response to a command, so the connection is unusable.
+        // A channel that is still in the table was unsubscribed by the server, because its slot has
+        // moved. The client library may have mistaken this message for the response to a command,
+        // so the connection is unusable.
         PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.contains(&name)),
         PushKind::Disconnection => false,
         _ => true,

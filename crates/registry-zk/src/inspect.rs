@@ -10,7 +10,7 @@ use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
-use crate::modes::{queue_changed, read_holders};
+use crate::modes::{queue_changed, read_queue};
 use crate::node_data::{decode_grant_or_exclusive, decode_label, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};
@@ -34,7 +34,7 @@ impl ZkBackend {
         if self.paths().is_curator_semaphore() {
             return Ok(Some(semaphore::read_holders(session, &key, &dir).await?.holders));
         }
-        Ok(read_holders(session, &dir).await?.map(|queue| queue.holders(&key)))
+        Ok(read_queue(session, &dir).await?.map(|queue| queue.holders(&key)))
     }
 
     /// Returns the holders of all keys below the base that this login may read. Omits a key whose
@@ -69,17 +69,17 @@ impl ZkBackend {
         key: Key,
     ) -> Result<Option<Vec<WaitingClaim>>, BackendError> {
         let is_curator_semaphore = self.paths().is_curator_semaphore();
-        let queue = self.paths().queue_path(&key);
+        let queue_path = self.paths().queue_path(&key);
         let names = if is_curator_semaphore {
-            semaphore::read_waiting(session, &queue).await?
+            semaphore::read_waiting(session, &queue_path).await?
         } else {
-            let Some(queue) = read_holders(session, &queue).await? else { return Ok(None) };
+            let Some(queue) = read_queue(session, &queue_path).await? else { return Ok(None) };
             queue.into_waiting()
         };
         let mut waiting = Vec::with_capacity(names.len());
         for chunk in names.chunks(CONCURRENT_READS) {
             let reads = chunk.iter().map(async |name| {
-                let path = format!("{queue}/{name}");
+                let path = format!("{queue_path}/{name}");
                 let client = session.client();
                 session.with_request_timeout(client.get_data(&path)).await
             });
@@ -172,11 +172,11 @@ impl ZkBackend {
             let paths: Vec<_> = if self.paths().is_curator_semaphore() {
                 semaphore::read_holders(&session, key, &dir).await?.paths
             } else {
-                let holders = read_holders(&session, &dir).await?.ok_or_else(queue_changed)?;
-                holders.names_to_release().map(|name| format!("{dir}/{name}")).collect()
+                let queue = read_queue(&session, &dir).await?.ok_or_else(queue_changed)?;
+                queue.names_to_release().map(|name| format!("{dir}/{name}")).collect()
             };
             if paths.is_empty() {
-                break;
+                return Ok(Release::NotHeld);
             }
             let mut was_freed = false;
             for path in paths {
@@ -186,7 +186,10 @@ impl ZkBackend {
                 return Ok(Release::Freed);
             }
         }
-        Ok(Release::NotHeld)
+        Err(BackendError::transient(format!(
+            "zookeeper: the holder of the lock changed during each of {TRIES_MAX} attempts; retry"
+        ))
+        .as_refused())
     }
 }
 

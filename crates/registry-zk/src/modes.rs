@@ -295,9 +295,9 @@ impl QueueSnapshot {
     }
 }
 
-/// Reads the holders of the lock at `dir`. Returns `None` if they change during each of
-/// [`TRIES_MAX`] attempts.
-pub(crate) async fn read_holders(
+/// Reads the queue of the lock at `dir`. Returns `None` if it changes during each of [`TRIES_MAX`]
+/// attempts.
+pub(crate) async fn read_queue(
     session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Option<QueueSnapshot>, BackendError> {
@@ -308,7 +308,7 @@ pub(crate) async fn read_holders(
             Err(error) => return Err(to_backend_error(&error)),
         };
         let queue = sort_contenders(session, dir, children).await?;
-        if let Some(holders) = read_holders_in(session, dir, &queue).await? {
+        if let Some(holders) = read_queue_in(session, dir, &queue).await? {
             return Ok(Some(holders));
         }
         sleep(READ_PAUSE).await;
@@ -316,7 +316,7 @@ pub(crate) async fn read_holders(
     Ok(None)
 }
 
-/// Returns the error for a `None` of [`read_holders`].
+/// Returns the error for a `None` of [`read_queue`].
 pub(crate) fn queue_changed() -> BackendError {
     BackendError::transient(format!(
         "zookeeper: the queue changed during each of {TRIES_MAX} reads; retry"
@@ -325,7 +325,7 @@ pub(crate) fn queue_changed() -> BackendError {
 }
 
 /// Reads the holders among the nodes of `queue`. Returns `None` if a node was deleted meanwhile.
-async fn read_holders_in(
+async fn read_queue_in(
     session: &ZkSession,
     dir: &str,
     queue: &ContenderQueue,

@@ -657,9 +657,7 @@ async fn search_and_release(
         // elsewhere.
         QueueSnapshot::default()
     } else {
-        modes::read_holders(session, dir)
-            .await?
-            .ok_or_else(|| modes::queue_changed().as_unknown())?
+        modes::read_queue(session, dir).await?.ok_or_else(|| modes::queue_changed().as_unknown())?
     };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;

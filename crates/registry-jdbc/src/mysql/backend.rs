@@ -37,7 +37,7 @@ use crate::server::{
 pub(super) type MySqlLeaseTable = LeaseTable<MySql>;
 
 impl Dialect for MySql {
-    const DATABASE: &'static str = "MySQL";
+    const PRODUCT_NAME: &'static str = "MySQL";
     const BACKEND: &'static str = "MySqlBackend";
     const SCHEMA: &'static str = sql::SCHEMA;
     const BYTES_PREFIX: &'static str = "x'";

@@ -36,7 +36,7 @@ use crate::server::{
 pub(super) type PgLeaseTable = LeaseTable<Postgres>;
 
 impl Dialect for Postgres {
-    const DATABASE: &'static str = "PostgreSQL";
+    const PRODUCT_NAME: &'static str = "PostgreSQL";
     const BACKEND: &'static str = "PostgresBackend";
     const SCHEMA: &'static str = sql::SCHEMA;
     // This form does not depend on the server's setting for backslashes.

@@ -17,7 +17,7 @@ use registry_core::{
 use super::config::ServerSettings;
 use super::lease_table::{LeaseTable, RowStatements};
 use super::lock_in::LockableTable;
-use super::spring::Generation;
+use super::spring::SpringVersion;
 use super::spring_rows::{SpringLeaseTable, SpringStatements};
 use super::statement::corrupt;
 use super::store::SqlStore;
@@ -38,6 +38,7 @@ pub(crate) trait ServerErrors {
     /// The name of the store in capabilities and errors.
     const STORE: &'static str;
 
+    /// Returns whether to send the statement again, and whether to keep the connection.
     fn error_effect(error: &sqlx::Error) -> ErrorEffect;
 
     fn misconfigured(message: &str) -> BackendError {
@@ -58,8 +59,8 @@ pub(crate) trait ServerErrors {
     /// longer than the time limit.
     fn is_row_lock_error(error: &BackendError) -> bool;
 
-    /// Returns whether a query for holders failed because the server does not have the named locks
-    /// that identify the connection of a row's holder.
+    /// Returns whether a query for holders failed because the server has no named locks, such as
+    /// `GET_LOCK` of MariaDB, which show the connection that holds a row.
     fn lacks_named_locks(_error: &BackendError) -> bool {
         false
     }
@@ -67,8 +68,8 @@ pub(crate) trait ServerErrors {
 
 /// What differs between the kinds of database servers, except for Spring's table.
 pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
-    /// The name of the kind of database in errors.
-    const DATABASE: &'static str;
+    /// The name of the product in errors.
+    const PRODUCT_NAME: &'static str;
     /// The name of the backend type.
     const BACKEND: &'static str;
     /// The statements that create the tables.
@@ -135,7 +136,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Returns whether a release wakes waiting callers in this mode.
     fn has_wakeups(config: &Self::Config, mode: &SqlMode) -> bool;
 
-    /// Creates the wake-ups of waiting callers in a namespace.
+    /// Creates the source of wake-ups of a namespace.
     fn wakeups(store: &SqlStore<Self>, namespace: &str) -> Self::Wakeups;
 
     /// Reads the token that a statement has granted.
@@ -241,7 +242,7 @@ pub(crate) trait SpringDialect: Dialect {
 
     type SpringStatements: AsRef<SpringStatements> + fmt::Debug + Send + Sync + 'static;
 
-    /// Returns Spring's table as errors and [`create_table`](Self::create_table) name it.
+    /// Returns the name of Spring's table for errors and [`create_table`](Self::create_table).
     fn table_name(config: &Self::Config, table: &SpringTable) -> String;
 
     /// Finds Spring's table. Returns its quoted name, and whether its rows contain the end of the
@@ -251,7 +252,7 @@ pub(crate) trait SpringDialect: Dialect {
         table: &SpringTable,
     ) -> impl Future<Output = Result<Option<(String, bool)>, BackendError>> + Send;
 
-    fn create_table(name: &str, generation: Generation) -> StatementText;
+    fn create_table(name: &str, version: SpringVersion) -> StatementText;
 
     /// Returns the statements for the table with this quoted name.
     fn spring_statements(
@@ -263,8 +264,9 @@ pub(crate) trait SpringDialect: Dialect {
     /// As [`wakeups`](Dialect::wakeups), for a region of Spring's table.
     fn spring_wakeups(store: &SqlStore<Self>, region_scope: &str) -> Self::Wakeups;
 
-    /// Returns a text that is unique for the table and region. The ids and the namespace of the
-    /// region's native rows are derived from this text.
+    /// Returns a text that is unique for the table and region. For each key of the region, the
+    /// native table has a row with the token. The ids and the namespace of these rows are derived
+    /// from this text.
     fn region_scope(quoted_name: &str, table: &SpringTable) -> String;
 
     /// Returns the namespace of the region's native rows. It differs from every configured
@@ -291,9 +293,9 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
         0
     }
 
-    /// Returns the argument `version` of [`wait`](Self::wait) after a busy attempt: `position`, the
-    /// position before the attempt, or `version`, the version of the row that the attempt found. A
-    /// row's version is the token of its newest grant, or `since` if the row contains a record.
+    /// Chooses what [`wait`](Self::wait) compares after a busy attempt: the `position` before it,
+    /// or the `version` of the row that it found. A row's version is the token of its newest grant,
+    /// or `since` if the row contains a record.
     fn busy_version(&self, position: u64, version: FencingToken) -> u64;
 
     /// Waits until the lock may have been released since the attempt that returned `version`.
@@ -322,7 +324,7 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn wakeups(&self) -> &<Self::Database as Dialect>::Wakeups;
 
-    /// Returns the namespace, or the region of a foreign table.
+    /// Returns the namespace, or the region of Spring's table.
     fn namespace(&self) -> &str;
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
@@ -405,7 +407,7 @@ pub(super) async fn try_acquire<S: LeaseStore>(
             Err(error) => return Err(error),
         }
     }
-    store.store().check_meta().await?;
+    store.store().check_writable().await?;
     Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
 }
 

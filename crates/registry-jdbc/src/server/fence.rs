@@ -22,7 +22,7 @@ async fn fence<D: SpringDialect>(
     let claim = fenced_claim(guard)?;
     let token = guard.fencing_token();
     let Some(backend) = guard.backend::<SqlBackend<D>>() else {
-        return Err(FenceError::unsupported(guard, D::DATABASE));
+        return Err(FenceError::unsupported(guard, D::PRODUCT_NAME));
     };
     if let ModeState::Session { session, .. } = &backend.mode_state {
         match session.ensure_row(claim).await {

@@ -38,8 +38,8 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let lockable =
-            lockable_table::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
+        let lockable = lockable_table::<D>(self)
+            .ok_or_else(|| LockInError::unsupported(key, D::PRODUCT_NAME))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         // No release of this lock reaches the backend, which otherwise purges rows at releases. So
         // this call may purge. After the attempt, a purge could wait for the row that the

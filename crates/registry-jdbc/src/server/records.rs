@@ -538,7 +538,7 @@ impl<D: Dialect> LeaseTable<D> {
     /// has changed nothing. Checks the meta row first, and returns the error of a failed check
     /// instead.
     async fn conflict_error(&self) -> BackendError {
-        if let Err(error) = self.store.check_meta().await {
+        if let Err(error) = self.store.check_writable().await {
             return error;
         }
         let message = format!(

@@ -27,7 +27,7 @@ async fn write_record<D: SpringDialect>(
     transaction: &mut Transaction<'_, D>,
     value: Vec<u8>,
 ) -> Result<bool, FenceError> {
-    let unsupported = || FenceError::unsupported(guard, D::DATABASE);
+    let unsupported = || FenceError::unsupported(guard, D::PRODUCT_NAME);
     let backend = guard.backend::<SqlBackend<D>>().ok_or_else(unsupported)?;
     let (table, text) = match &backend.mode_state {
         ModeState::Lease(table) => (table, table.value_statements().write.clone()),

@@ -24,14 +24,15 @@ use registry_core::{ClaimId, Key};
 ///   UUID is also a valid key of the lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpringTable {
-    pub(crate) generation: Generation,
+    pub(crate) version: SpringVersion,
     prefix: String,
     region: String,
 }
 
-/// The generation of the table, which determines how a row stores the end of its lock.
+/// The version of Spring Integration that uses the table. It determines how a row stores the end of
+/// its lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Generation {
+pub(crate) enum SpringVersion {
     /// A row contains the start of the lock. Each reader adds its own time to live.
     V6 { ttl: Duration },
     /// A row contains the end of the lock.
@@ -43,7 +44,7 @@ impl SpringTable {
     /// end of its lock.
     #[must_use]
     pub fn v7() -> Self {
-        Self::with_generation(Generation::V7)
+        Self::with_version(SpringVersion::V7)
     }
 
     /// Returns the table `INT_LOCK` of Spring Integration 6 and before, region `DEFAULT`. A row
@@ -56,11 +57,11 @@ impl SpringTable {
     /// Java's default time zone is UTC.
     #[must_use]
     pub fn v6(ttl: Duration) -> Self {
-        Self::with_generation(Generation::V6 { ttl })
+        Self::with_version(SpringVersion::V6 { ttl })
     }
 
-    fn with_generation(generation: Generation) -> Self {
-        Self { generation, prefix: "INT_".to_owned(), region: "DEFAULT".to_owned() }
+    fn with_version(version: SpringVersion) -> Self {
+        Self { version, prefix: "INT_".to_owned(), region: "DEFAULT".to_owned() }
     }
 
     /// Sets the prefix of the table name, which is followed by `LOCK`. It may begin with a schema
@@ -121,8 +122,8 @@ impl SpringTable {
                 self.region
             ));
         }
-        match self.generation {
-            Generation::V6 { ttl } if ttl < TTL_MIN || ttl > TTL_MAX => {
+        match self.version {
+            SpringVersion::V6 { ttl } if ttl < TTL_MIN || ttl > TTL_MAX => {
                 Err(format!("the time to live of {ttl:?} is not between {TTL_MIN:?} and 366 days"))
             }
             _ => Ok(()),
@@ -181,14 +182,14 @@ const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 pub(crate) const CLOCK_WARNING: &str = "locks are shared with Spring, whose programs check the end of a lock by their own hosts' clocks; keep these clocks synchronised";
 
 impl SpringTable {
-    /// Checks that the table on the server is of this generation. The error is the text for a
+    /// Checks that the table on the server is of this version. The error is the text for a
     /// [`BackendError`](registry_core::BackendError).
-    pub(crate) fn check_generation(&self, table: &str, has_end_column: bool) -> Result<(), String> {
-        match (self.generation, has_end_column) {
-            (Generation::V7, false) => Err(format!(
+    pub(crate) fn check_version(&self, table: &str, has_end_column: bool) -> Result<(), String> {
+        match (self.version, has_end_column) {
+            (SpringVersion::V7, false) => Err(format!(
                 "the table {table} has no column EXPIRED_AFTER: it belongs to Spring Integration 6 or before (`spring=v6`)"
             )),
-            (Generation::V6 { .. }, true) => Err(format!(
+            (SpringVersion::V6 { .. }, true) => Err(format!(
                 "the table {table} has a column EXPIRED_AFTER: it belongs to Spring Integration 7 (`spring=v7`)"
             )),
             _ => Ok(()),

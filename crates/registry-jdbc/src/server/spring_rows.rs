@@ -233,7 +233,7 @@ pub(crate) fn release_outcome<D: SpringDialect>(
     Ok(answer.release_outcome())
 }
 
-/// Finds Spring's table, or creates it. Checks its generation. Returns its quoted name.
+/// Finds Spring's table, or creates it. Checks its version. Returns its quoted name.
 async fn find_or_create_table<D: SpringDialect>(
     store: &SqlStore<D>,
     table: &SpringTable,
@@ -247,7 +247,7 @@ async fn find_or_create_table<D: SpringDialect>(
                 D::SCHEMA_FILE
             )));
         }
-        let text = D::create_table(&name, table.generation);
+        let text = D::create_table(&name, table.version);
         let created = store.query(&text, []).await;
         found = D::find_table(store, table).await?;
         if found.is_none() {
@@ -257,7 +257,7 @@ async fn find_or_create_table<D: SpringDialect>(
     }
     let missing = || corrupt::<D>("a created table does not exist");
     let (quoted_name, has_end_column) = found.ok_or_else(missing)?;
-    let checked = table.check_generation(&name, has_end_column);
+    let checked = table.check_version(&name, has_end_column);
     checked.map_err(|message| D::misconfigured(&message))?;
     Ok(quoted_name)
 }

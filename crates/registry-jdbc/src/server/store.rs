@@ -68,7 +68,7 @@ impl<D: Dialect> SqlStore<D> {
 
     /// Checks the meta row. Without this row, or on a replica, no attempt is ever granted. Called
     /// when requests have no result, for example after too many conflicts on a record.
-    pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
+    pub(crate) async fn check_writable(&self) -> Result<(), BackendError> {
         let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();
         if !flag::<D>(rows.first().ok_or_else(missing)?, 2)? {

@@ -45,7 +45,7 @@ pub(crate) struct Environment {
     slack: Duration,
 }
 
-/// The faults of our requests, from the first poll of the future on.
+/// The faults of the local registry's requests, from the first poll of the future on.
 #[derive(Clone)]
 enum RequestFault {
     Faults(Faults),
@@ -80,7 +80,7 @@ pub(crate) struct TestSetup {
     fault_layer: Option<FaultLayer>,
 }
 
-/// The fault layer between our registry and the store.
+/// The fault layer between the local registry and the store.
 enum FaultLayer {
     Faulty(Arc<FaultyBackend>),
     RemoteStore(Arc<RemoteStore>),
@@ -94,7 +94,7 @@ pub(crate) struct Scenario {
     pub(crate) others: JoinSet<()>,
     /// Guards that must still hold after the drop. They are dropped afterwards.
     pub(crate) still_held: Vec<Arc<LockGuard>>,
-    /// Whether the swept operation closes our registry.
+    /// Whether the swept operation closes the local registry.
     pub(crate) closes: bool,
     /// Whether the swept operation also locks the other keys.
     pub(crate) uses_other_keys: bool,
@@ -202,12 +202,12 @@ impl Environment {
         expected + self.late + EXPIRY_DELAY + self.slack
     }
 
-    /// Sweeps the operation of `scenario`. If `other_holder`, another caller of our registry waits
-    /// for the lock.
+    /// Sweeps the operation of `scenario`. If `other_waiter`, another caller of the local registry
+    /// waits for the lock.
     #[expect(clippy::async_yields_async, reason = "the future is the product: the sweep drives it")]
     async fn sweep(
         &self,
-        other_holder: bool,
+        other_waiter: bool,
         scenario: impl AsyncFn(&Self, &TestSetup) -> Scenario,
     ) {
         let running = RefCell::new(None);
@@ -217,7 +217,7 @@ impl Environment {
                 let setup = self.setup().await;
                 let Scenario { swept, mut others, still_held, closes, uses_other_keys } =
                     scenario(self, &setup).await;
-                if other_holder {
+                if other_waiter {
                     let lock = setup.local.obtain(KEY);
                     others.spawn(async move {
                         match lock.lock().await {
@@ -251,7 +251,7 @@ impl Environment {
             POLLS_MAX,
             async |end| {
                 let (setup, others, still_held, closes, uses_other_keys) = running.take().unwrap();
-                let run = format!("{self}, other holder: {other_holder}, {}", describe_end(&end));
+                let run = format!("{self}, other waiter: {other_waiter}, {}", describe_end(&end));
                 let after_drop =
                     AfterDrop { environment: self, setup, closes, uses_other_keys, run };
                 last_token.set(after_drop.check(end, others, still_held, last_token.get()).await);
@@ -303,8 +303,8 @@ impl AfterDrop<'_> {
         }
         drop(still_held);
 
-        // Other callers of the registry complete. Each may have to wait until the key of the
-        // previous caller has recovered.
+        // Other callers of the registry complete. Each may have to wait until the key is free
+        // after the previous caller.
         let rounds = u32::try_from(others.len()).unwrap() + 1;
         let all_done = async {
             while let Some(other) = others.join_next().await {
@@ -316,7 +316,7 @@ impl AfterDrop<'_> {
             .unwrap_or_else(|_| panic!("{run}: another caller never completes"));
 
         // Another client acquires the key, with a newer token.
-        let dropped_at = Instant::now();
+        let others_ended_at = Instant::now();
         let guard = timeout(recovery_limit, setup.remote.obtain(KEY).lock())
             .await
             .unwrap_or_else(|_| panic!("{run}: the key is not free after {recovery_limit:?}"))
@@ -325,8 +325,8 @@ impl AfterDrop<'_> {
         assert!(Some(token) > last_token, "{run}: token {token} after {last_token:?}");
         guard.unlock().await.unwrap();
         if uses_other_keys {
-            let others = setup.remote.obtain_all(environment.other_keys().iter().copied());
-            let guard = timeout(recovery_limit, others.lock())
+            let other_keys = setup.remote.obtain_all(environment.other_keys().iter().copied());
+            let guard = timeout(recovery_limit, other_keys.lock())
                 .await
                 .unwrap_or_else(|_| panic!("{run}: another key is not free"))
                 .unwrap();
@@ -346,7 +346,7 @@ impl AfterDrop<'_> {
         }
 
         // No state remains in the registry or in the store.
-        let left = recovery_limit.saturating_sub(dropped_at.elapsed())
+        let left = recovery_limit.saturating_sub(others_ended_at.elapsed())
             + environment.lease
             + environment.late;
         timeout(left, setup.local.idle()).await.unwrap_or_else(|_| {
@@ -363,8 +363,8 @@ impl AfterDrop<'_> {
             guard.unlock().await.unwrap();
         }
         let report = setup.local.close(recovery_limit).await;
-        // A dropped `close` may already have ended the hold of a guard. If releases do not arrive,
-        // it may also have left the claim to its lease.
+        // A dropped `close` may already have ended a hold, so `lost` is not checked. If releases do
+        // not arrive, one claim may be left to its lease.
         let may_be_left = closes && matches!(environment.recovery, Recovery::WithLease);
         let clean =
             if closes { report.abandoned <= usize::from(may_be_left) } else { report.is_clean() };
@@ -387,8 +387,8 @@ impl AfterDrop<'_> {
 /// at a time, because all share the clock.
 pub(crate) async fn sweep_paused(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
     for environment in paused() {
-        for other_holder in [false, true] {
-            environment.sweep(other_holder, &scenario).await;
+        for other_waiter in [false, true] {
+            environment.sweep(other_waiter, &scenario).await;
         }
     }
 }
@@ -396,13 +396,13 @@ pub(crate) async fn sweep_paused(scenario: impl AsyncFn(&Environment, &TestSetup
 /// Sweeps the operation of `scenario` over SQLite. The environments are concurrent, because they
 /// spend most of their time waiting. Each has its own file.
 pub(crate) async fn sweep_sqlite(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
-    let folders = [false, true].map(|other_holder| (other_holder, tempfile::tempdir().unwrap()));
-    let environments = folders.iter().flat_map(|(other_holder, folder)| {
-        sqlite(folder).into_iter().map(move |environment| (environment, *other_holder))
+    let folders = [false, true].map(|other_waiter| (other_waiter, tempfile::tempdir().unwrap()));
+    let environments = folders.iter().flat_map(|(other_waiter, folder)| {
+        sqlite(folder).into_iter().map(move |environment| (environment, *other_waiter))
     });
     stream::iter(environments)
-        .for_each_concurrent(None, async |(environment, other_holder)| {
-            environment.sweep(other_holder, &scenario).await;
+        .for_each_concurrent(None, async |(environment, other_waiter)| {
+            environment.sweep(other_waiter, &scenario).await;
         })
         .await;
 }

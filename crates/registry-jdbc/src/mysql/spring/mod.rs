@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::backend::{ExecutedRenewal, MySqlWakeups, claim_count, wait_for_fence};
 use super::config::MySqlConfig;
 use super::sql::quoted;
-use crate::server::spring::{Generation, client_id, lock_key};
+use crate::server::spring::{SpringVersion, client_id, lock_key};
 use crate::server::statement::{micros, text};
 use crate::server::{
     ConnectionUse, Resend, RowId, SpringDialect, SpringLeaseTable, SpringTable, SqlStore,
@@ -47,8 +47,8 @@ impl SpringDialect for MySql {
         Ok((!columns.is_empty()).then_some((quoted_name, has_end_column)))
     }
 
-    fn create_table(name: &str, generation: Generation) -> StatementText {
-        sql::create_table(name, generation)
+    fn create_table(name: &str, version: SpringVersion) -> StatementText {
+        sql::create_table(name, version)
     }
 
     fn spring_statements(

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::super::config::MySqlConfig;
 use super::super::sql::{LIST_SIZES, NOW, WRITABLE, quoted};
-use crate::server::spring::Generation;
+use crate::server::spring::SpringVersion;
 use crate::server::statement::micros;
 use crate::server::{SpringStatements, SpringTable, StatementText};
 
@@ -19,7 +19,7 @@ use crate::server::{SpringStatements, SpringTable, StatementText};
 #[derive(Debug)]
 pub(crate) struct MySqlSpringStatements {
     common: SpringStatements,
-    generation: Generation,
+    version: SpringVersion,
     pub(super) renew: StatementText,
     pub(super) renew_native: StatementText,
     pub(super) unexpired: StatementText,
@@ -35,16 +35,16 @@ impl AsRef<SpringStatements> for MySqlSpringStatements {
 impl MySqlSpringStatements {
     /// Fills in the names. `lock` is Spring's table, quoted.
     pub(in super::super) fn new(config: &MySqlConfig, lock: &str, table: &SpringTable) -> Self {
-        let generation = table.generation;
-        let (end, dates, extend, begin, values) = match generation {
-            Generation::V7 => (
+        let version = table.version;
+        let (end, dates, extend, begin, values) = match version {
+            SpringVersion::V7 => (
                 "l.EXPIRED_AFTER",
                 "CREATED_DATE, EXPIRED_AFTER",
                 "l.EXPIRED_AFTER = GREATEST(l.EXPIRED_AFTER, {utc} + INTERVAL $4 MICROSECOND)",
                 "EXPIRED_AFTER = {utc} + INTERVAL $3 MICROSECOND",
                 "{utc}, {utc} + INTERVAL $3 MICROSECOND",
             ),
-            Generation::V6 { .. } => (
+            SpringVersion::V6 { .. } => (
                 "l.CREATED_DATE + INTERVAL {ttl} MICROSECOND",
                 "CREATED_DATE",
                 "l.CREATED_DATE = GREATEST(l.CREATED_DATE, {utc} + INTERVAL $4 MICROSECOND)",
@@ -52,9 +52,9 @@ impl MySqlSpringStatements {
                 "{utc} + INTERVAL ($3 - {ttl}) MICROSECOND",
             ),
         };
-        let ttl = match generation {
-            Generation::V7 => Duration::ZERO,
-            Generation::V6 { ttl } => ttl,
+        let ttl = match version {
+            SpringVersion::V7 => Duration::ZERO,
+            SpringVersion::V6 { ttl } => ttl,
         };
         let database = quoted(config.server.get_database().unwrap_or_default());
         let prefix = &config.settings.table_prefix;
@@ -87,7 +87,7 @@ impl MySqlSpringStatements {
         };
         Self {
             common,
-            generation,
+            version,
             renew: text(RENEW),
             renew_native: text(RENEW_NATIVE),
             unexpired: text(UNEXPIRED),
@@ -97,18 +97,18 @@ impl MySqlSpringStatements {
 
     /// Returns the number of microseconds that a renewal with this lease adds to the server's time.
     pub(super) fn stored_offset(&self, lease: Duration) -> i64 {
-        match self.generation {
-            Generation::V7 => micros(lease),
-            Generation::V6 { ttl } => micros(lease) - micros(ttl),
+        match self.version {
+            SpringVersion::V7 => micros(lease),
+            SpringVersion::V6 { ttl } => micros(lease) - micros(ttl),
         }
     }
 }
 
 /// Returns the statement that creates Spring's table, as in Spring's `schema-mysql.sql`.
-pub(in super::super) fn create_table(lock: &str, generation: Generation) -> StatementText {
-    let end = match generation {
-        Generation::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
-        Generation::V6 { .. } => "",
+pub(in super::super) fn create_table(lock: &str, version: SpringVersion) -> StatementText {
+    let end = match version {
+        SpringVersion::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
+        SpringVersion::V6 { .. } => "",
     };
     let text = format!(
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \

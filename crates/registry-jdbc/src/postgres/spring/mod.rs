@@ -11,7 +11,7 @@ use sqlx::Postgres;
 use super::backend::{self, PgWakeups};
 use super::config::{PostgresConfig, quoted};
 use super::error::{STORE, fenced_transaction_open};
-use crate::server::spring::{Generation, client_id, lock_key};
+use crate::server::spring::{SpringVersion, client_id, lock_key};
 use crate::server::spring_rows::release_outcome;
 use crate::server::statement::{flag, text};
 use crate::server::{
@@ -47,8 +47,8 @@ impl SpringDialect for Postgres {
         Ok(Some((format!("{}.{}", name(0)?, name(1)?), flag::<Self>(row, 2)?)))
     }
 
-    fn create_table(name: &str, generation: Generation) -> StatementText {
-        sql::create_table(name, generation)
+    fn create_table(name: &str, version: SpringVersion) -> StatementText {
+        sql::create_table(name, version)
     }
 
     fn spring_statements(

@@ -11,7 +11,7 @@
 //! contain the region, which was validated: ASCII without quotes.
 
 use super::super::config::TableNames;
-use crate::server::spring::Generation;
+use crate::server::spring::SpringVersion;
 use crate::server::{SpringStatements, SpringTable, StatementText};
 
 /// The texts of all statements, for tables with these names.
@@ -30,16 +30,16 @@ impl AsRef<SpringStatements> for PgSpringStatements {
 impl PgSpringStatements {
     /// Returns the texts. `lock` is the quoted name of Spring's table.
     pub(in super::super) fn new(tables: &TableNames, lock: &str, table: &SpringTable) -> Self {
-        let generation = table.generation;
-        let (columns, values, begin, extend, end) = match generation {
-            Generation::V7 => (
+        let version = table.version;
+        let (columns, values, begin, extend, end) = match version {
+            SpringVersion::V7 => (
                 "region, lock_key, client_id, created_date, expired_after",
                 "utc, utc + {lease}",
                 "expired_after = {utc} + {lease}",
                 "expired_after = greatest(l.expired_after, {utc} + {lease})",
                 "l.expired_after".to_owned(),
             ),
-            Generation::V6 { ttl } => (
+            SpringVersion::V6 { ttl } => (
                 "region, lock_key, client_id, created_date",
                 "utc + {lease} - {ttl}",
                 "created_date = {utc} + {lease} - {ttl}",
@@ -47,9 +47,9 @@ impl PgSpringStatements {
                 format!("(l.created_date + interval '{} microseconds')", ttl.as_micros()),
             ),
         };
-        let ttl = match generation {
-            Generation::V7 => String::new(),
-            Generation::V6 { ttl } => format!("interval '{} microseconds'", ttl.as_micros()),
+        let ttl = match version {
+            SpringVersion::V7 => String::new(),
+            SpringVersion::V6 { ttl } => format!("interval '{} microseconds'", ttl.as_micros()),
         };
         let text_with = |template: &str, lease: &str| {
             let text = template
@@ -86,10 +86,10 @@ impl PgSpringStatements {
 }
 
 /// Returns the statement that creates Spring's table as Spring's own `schema-postgresql.sql` does.
-pub(in super::super) fn create_table(lock: &str, generation: Generation) -> StatementText {
-    let end = match generation {
-        Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
-        Generation::V6 { .. } => "",
+pub(in super::super) fn create_table(lock: &str, version: SpringVersion) -> StatementText {
+    let end = match version {
+        SpringVersion::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
+        SpringVersion::V6 { .. } => "",
     };
     // The primary key is unnamed, so that the server chooses an unused name for its index.
     StatementText::numbered(&format!(

@@ -1,4 +1,4 @@
-//! A fenced transaction commits only if no other client was granted the lock since.
+//! A fenced transaction commits only if no conflicting claim was granted after that of its holder.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,21 +37,23 @@ pub(crate) async fn sales(server: &Server) -> String {
 }
 
 #[tokio::test]
-async fn a_holder_commits_with_every_token_of_its_block() {
+async fn a_holder_commits_with_a_token_of_its_block() {
     let server = start_server().await;
     let registry = registry(config(&server)).await;
     let mut conn = app_connection(&server).await;
     let mut guard = lock(&registry, "coupon/7").await;
     for _ in 0..3 {
         let waiting = registry.obtain("coupon/7");
+        // Polled before the release, so that the claim is handed over with the next token.
         let next = async { waiting.lock().await.unwrap() };
         let token = guard.fencing_token();
-        let (_, next) = tokio::join!(guard.unlock(), next);
-        assert!(next.fencing_token() > token);
-        sell(&next, &mut conn).await.unwrap();
+        let (next, unlocked) = tokio::join!(next, guard.unlock());
+        unlocked.unwrap();
+        assert_eq!(next.fencing_token().get(), token.get() + 1, "the claim was not handed over");
         guard = next;
     }
-    assert_eq!(sales(&server).await, "3");
+    sell(&guard, &mut conn).await.unwrap();
+    assert_eq!(sales(&server).await, "1");
 }
 
 /// The modes of a holder and its successor.
@@ -72,7 +74,7 @@ async fn acquire(registry: &Registry, mode: ClaimMode, options: LockOptions) -> 
 }
 
 #[tokio::test]
-async fn a_holder_without_a_loss_notification_cannot_commit() {
+async fn a_lost_holder_cannot_commit_before_its_notification() {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut conn = app_connection(&server).await;
@@ -146,7 +148,11 @@ async fn assert_takeover_waits([mode, next_mode]: [ClaimMode; 2]) {
     transaction.commit().await.unwrap();
     let successor = timeout(TEST_TIMEOUT, takeover).await.unwrap();
     assert!(successor.fencing_token() > guard.fencing_token());
-    assert_eq!(sales(&server).await, "1", "the sale existed before the successor was");
+    assert_eq!(
+        sales(&server).await,
+        "1",
+        "the successor was granted before the sale was committed"
+    );
 }
 
 #[tokio::test]
@@ -172,8 +178,7 @@ async fn a_fence_detects_an_outdated_snapshot() {
     let registry = Registry::builder(Arc::<Backend>::clone(&backend)).build().unwrap();
     let other = common::registry(config(&server)).await;
     for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
-        // Each level has its own key. With one key, the claim that the first guard still believes
-        // to hold would be handed over to the next caller of this process.
+        // Each level has its own key, so that it does not depend on the release of the last guard.
         let guard = lock(&registry, level).await;
         let mut conn = app_connection(&server).await;
         common::run(&mut conn, &format!("{SET_LEVEL} {level}")).await;

@@ -64,7 +64,7 @@ async fn capabilities_and_findings_match_the_backend() {
 
 /// Writes the next grant to the row, without a loss notification for the holder.
 #[tokio::test]
-async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
+async fn a_lost_holder_cannot_commit_after_the_next_grant_before_its_notification() {
     let server = server().await;
     server.sql(CREATE_SALE).await.unwrap();
     let mut conn = app_connection(&server).await;
