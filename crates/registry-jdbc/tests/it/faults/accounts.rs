@@ -222,14 +222,18 @@ async fn balance(server: &Server) -> i64 {
 async fn assert_fence_loses_no_update(kind: ServerKind, rounds: usize) {
     let server = start_server(kind).await;
     let mut stopped = 0;
-    for number in 1..=rounds {
+    // On a busy machine, it takes more rounds until a pause suspends a holder that has read.
+    for number in 1..=rounds * 5 {
+        if number > rounds && stopped > 0 {
+            break;
+        }
         let round = run_round(&server, true).await;
         println!("round {number}: {round:?}");
         assert_eq!(round.balance, round.committed, "updates were lost");
         assert!(round.committed >= 5, "too few events: {round:?}");
         stopped += round.stopped;
     }
-    println!("{kind:?}: {rounds} rounds, the fence stopped {stopped}");
+    println!("{kind:?}: the fence stopped {stopped}");
     assert!(stopped > 0, "no pause suspended a holder");
 }
 
