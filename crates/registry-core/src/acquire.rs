@@ -211,7 +211,7 @@ async fn try_acquire_all_unobserved(
             }
         }
     });
-    let (mut busy, mut retried, mut has_withheld) = (None, None, false);
+    let (mut busy, mut retried, mut is_other_key_busy) = (None, None, false);
     for (index, outcome) in join_all(outcomes).await {
         match outcome? {
             KeyOutcome::Granted(guard) => guards.push(guard),
@@ -220,16 +220,16 @@ async fn try_acquire_all_unobserved(
                 retried = Some(index);
             }
             KeyOutcome::Busy => _ = busy.get_or_insert(index),
-            KeyOutcome::Withheld => has_withheld = true,
+            KeyOutcome::OtherKeyBusy => is_other_key_busy = true,
         }
     }
-    if has_withheld {
-        // The store named one busy key and withheld the others. If this caller's attempt for that
+    if is_other_key_busy {
+        // The store named one busy key and granted none. If this caller's attempt for that
         // key was abandoned, its retry may have acquired the key since. The key is still reported
         // as busy, so that the caller starts again with it.
         busy = busy.or(retried);
     }
-    if has_withheld && busy.is_none() {
+    if is_other_key_busy && busy.is_none() {
         let keys: Vec<_> = local_locks.iter().map(|lock| lock.key().as_str()).collect();
         return Err(store_error("acquire", &keys.join(", "), BackendError::missing_in_batch()));
     }
@@ -284,8 +284,8 @@ async fn admit(
                 return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
             }
             Err(NotAdmitted::TimedOut(None)) => return Ok(None),
-            // The last request of a caller with a local or extra permit failed, so it is unknown
-            // whether the lock is held.
+            // The last request of the caller with the local permit failed, so it is unknown whether
+            // the lock is held.
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
@@ -303,7 +303,7 @@ enum KeyOutcome {
     Retried(LockGuard),
     Busy,
     /// The store granted nothing, because another key was busy.
-    Withheld,
+    OtherKeyBusy,
 }
 
 impl From<Option<LockGuard>> for KeyOutcome {
@@ -402,8 +402,8 @@ impl Acquisition<'_> {
         drop(monitored_wait);
         match &outcome {
             // Dropping the pending claim passes on its permit.
-            AttemptOutcome::Completed(_, Err(error)) if error.is_withheld() => {
-                Ok(KeyOutcome::Withheld)
+            AttemptOutcome::Completed(_, Err(error)) if error.is_other_key_busy() => {
+                Ok(KeyOutcome::OtherKeyBusy)
             }
             _ => self.guard_or_retry(pending, Some(outcome), owner).await.map(KeyOutcome::from),
         }
@@ -518,6 +518,7 @@ impl Acquisition<'_> {
                 AttemptOutcome::Completed(_, Err(error)) => error,
                 AttemptOutcome::Unknown => self.engine.no_response_error(),
             };
+            pending.record_error(&error);
             let pause = self.retry_or_fail(key, &mut failures, error);
             let outcome;
             (pending, outcome) = monitored_wait.wait_for(pending, pause).await?;
@@ -668,7 +669,6 @@ impl Acquisition<'_> {
             mode: self.claim_options.mode,
             error: &error,
         });
-        self.local_lock.record_store_error(&error);
         let error = store_error("acquire", key.as_str(), error);
         failures.pause_or_fail(engine, error, self.deadline, self.claim_options.lease.length).await
     }

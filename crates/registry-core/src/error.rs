@@ -311,7 +311,7 @@ struct BackendErrorParts {
     blocked: bool,
     /// Another key of the same batch was busy.
     #[cfg_attr(feature = "serde", serde(skip))]
-    withheld: bool,
+    other_key_busy: bool,
     #[cfg_attr(feature = "serde", serde(skip))]
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
@@ -345,7 +345,7 @@ impl BackendError {
             refused: false,
             stale_connection: false,
             blocked: false,
-            withheld: false,
+            other_key_busy: false,
             source: None,
         }))
     }
@@ -458,14 +458,14 @@ impl BackendError {
 
     /// Creates the response for a claim that was not granted because another key of its batch was
     /// busy. The engine does not return it to callers.
-    pub(crate) fn withheld() -> Self {
+    pub(crate) fn other_key_busy() -> Self {
         let mut error = Self::transient("another key was busy").as_refused();
-        error.0.withheld = true;
+        error.0.other_key_busy = true;
         error
     }
 
-    pub(crate) fn is_withheld(&self) -> bool {
-        self.0.withheld
+    pub(crate) fn is_other_key_busy(&self) -> bool {
+        self.0.other_key_busy
     }
 
     /// Returns whether a retry can help.

@@ -71,11 +71,16 @@ struct InitialState {
     /// See [`GrantState::fenced`].
     fenced: bool,
     min_hold_end: Moment,
+    /// See [`GrantState::longest_lease`].
+    longest_lease: Duration,
 }
 
 struct GrantState {
     phase: GrantPhase,
     lease: Lease,
+    /// The longest lease that a request of this claim has stated. The store may have granted it,
+    /// and never shortens a lease.
+    longest_lease: Duration,
     /// The local permit of an exclusive grant in the phase `Held`. `None` for other modes, and for
     /// a grant that was converted to exclusive.
     permit: Option<LocalPermit>,
@@ -139,6 +144,7 @@ impl ActiveGrant {
             } else {
                 now.after(options.min_hold)
             },
+            longest_lease: claim.lease(),
         };
         Ok(Self::activate(initial, Some(permit), claim, options, granted.token, lease))
     }
@@ -158,7 +164,7 @@ impl ActiveGrant {
         }
         let mut options = ClaimOptions::clone(&self.options);
         options.mode = claim.mode();
-        let (permit, extra_tokens_used, fenced, min_hold_end) = {
+        let (permit, extra_tokens_used, fenced, min_hold_end, longest_lease) = {
             let mut state = self.state();
             match state.phase {
                 GrantPhase::Held => state.phase = GrantPhase::Ending,
@@ -167,7 +173,13 @@ impl ActiveGrant {
             }
             self.cancel_timer(&mut state);
             options.lease.length = state.lease.length();
-            (state.permit.take(), state.extra_tokens_used, state.fenced, state.min_hold_end)
+            (
+                state.permit.take(),
+                state.extra_tokens_used,
+                state.fenced,
+                state.min_hold_end,
+                state.longest_lease,
+            )
         };
         // `max_hold` counts from the first grant, so the time since then is subtracted.
         let held_for = now.since(self.granted_at);
@@ -190,6 +202,7 @@ impl ActiveGrant {
             },
             fenced,
             min_hold_end,
+            longest_lease,
         };
         let grant = Self::activate(initial, permit, claim, Arc::new(options), granted.token, lease);
         self.engine().active_grants.leave();
@@ -215,6 +228,7 @@ impl ActiveGrant {
             extra_tokens_used,
             fenced,
             min_hold_end,
+            longest_lease,
         } = initial;
         let now = Moment::now_coarse();
         if let Some(after) = local_lock.engine().verify_after() {
@@ -234,6 +248,7 @@ impl ActiveGrant {
             state: Mutex::new(GrantState {
                 phase: GrantPhase::Held,
                 lease,
+                longest_lease,
                 permit,
                 timer: None,
                 extra_tokens_used,
@@ -417,7 +432,7 @@ impl ActiveGrant {
     /// releases a claim that the store may still have. After `MaxHold` and `Closed`, the permit
     /// passes on only after this release. Returns false if the claim has ended or is ending.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
-        let (permit, lease_length) = {
+        let (permit, longest_lease) = {
             let mut state = self.state();
             if state.phase != GrantPhase::Held {
                 // In the phase `Ending`, this prevents a hand-over.
@@ -427,7 +442,7 @@ impl ActiveGrant {
             state.phase = GrantPhase::Lost(reason);
             self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
             self.cancel_timer(&mut state);
-            (state.permit.take(), state.lease.length())
+            (state.permit.take(), state.longest_lease)
         };
         self.notify_loss();
         let engine = self.engine();
@@ -454,7 +469,7 @@ impl ActiveGrant {
             release_in_background(PendingRelease {
                 permit: permit_to_pass_after_release.map(LocalPermit::into_release_permit),
                 // A renewal without a response may have just extended the lease to its full length.
-                lease: lease_length,
+                lease: longest_lease,
                 possible_grants,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
@@ -468,9 +483,9 @@ impl ActiveGrant {
     /// lease renewer starts no further renewal. Returns `None` if another hold remains, and the
     /// reason if the claim is lost.
     pub(crate) fn end_hold(self: &Arc<Self>) -> Result<Option<EndingGrant>, LostReason> {
-        // A coarse time suffices: the response to the release shows whether the grant still
-        // existed, and the receiver of a hand-over checks the lease itself.
-        let now = Moment::now_coarse();
+        // The exact time, which includes a suspension of the host. A hand-over, and the end of one
+        // of several holds, send no request whose response would show the loss.
+        let now = Moment::now();
         if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
@@ -631,6 +646,17 @@ impl ActiveGrant {
     /// Returns the lease length that renewals of this claim request.
     pub(crate) fn lease_length(&self) -> Duration {
         self.state().lease.length()
+    }
+
+    /// Returns the longest time for which the store may keep the claim without a further renewal.
+    pub(crate) fn longest_lease(&self) -> Duration {
+        self.state().longest_lease
+    }
+
+    /// Records that a request with this lease is about to be sent.
+    pub(crate) fn on_lease_requested(&self, lease: Duration) {
+        let mut state = self.state();
+        state.longest_lease = state.longest_lease.max(lease);
     }
 
     /// Makes later renewals request `length`.

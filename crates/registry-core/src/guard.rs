@@ -156,6 +156,7 @@ impl LockGuard {
         if let Some(reason) = grant.loss() {
             return Err(lost_error(grant.claim().key(), reason));
         }
+        grant.on_lease_requested(lease);
         let sent_at = Moment::now();
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
@@ -349,7 +350,16 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
         singles.extend(batch.drain(..).map(|(ending, _)| ending));
     }
     let batched = release_batch(batch);
-    let singles = join_all(singles.into_iter().map(release_ending));
+    // Created before the first poll. If the future is dropped, or a release panics, the background
+    // releaser completes the calls that were not polled yet.
+    let singles: Vec<_> = singles
+        .into_iter()
+        .map(|ending| {
+            let background = ending.grant().engine().background.clone();
+            Call::releasing_claim(&background, Box::pin(release_ending(ending)))
+        })
+        .collect();
+    let singles = join_all(singles);
     let (batched, singles) = futures_util::future::join(batched, singles).await;
     batched.into_iter().chain(singles).fold(result, Result::and)
 }
@@ -367,13 +377,16 @@ async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockE
         }
     };
     let parts = split_by_claim(call, batch.len(), || Err(BackendError::missing_in_batch()));
-    let releases = batch.into_iter().zip(parts).map(|((ending, claim), part)| {
-        let background = background.clone();
-        async move {
+    let release = |((ending, claim), part): ((EndingGrant, Claim), _)| {
+        let call_background = background.clone();
+        let release = async move {
             let sent = first_poll(part).await;
-            finish_release(ending, &claim, sent, &background).await
-        }
-    });
+            finish_release(ending, &claim, sent, &call_background).await
+        };
+        Call::releasing_claim(&background, Box::pin(release))
+    };
+    // As in `unlock_all`, created before the first poll.
+    let releases: Vec<_> = batch.into_iter().zip(parts).map(release).collect();
     join_all(releases).await
 }
 
@@ -576,7 +589,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         engine: Arc::clone(&engine),
         claim: ending.claim(),
         permit: ending.take_permit(),
-        lease: grant.lease_length(),
+        lease: grant.longest_lease(),
         possible_grants: grant.possible_grants(),
         in_flight: context.in_flight,
         blocked_error_sender: context.blocked_error_sender,

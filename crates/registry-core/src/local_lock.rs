@@ -488,8 +488,8 @@ impl LocalLock {
         wait_queue.stall_registration = Some((id, unpolled_max));
     }
 
-    /// Records a store error of a caller with a local or extra permit.
-    pub(crate) fn record_store_error(&self, error: &BackendError) {
+    /// Records a store error of the caller with the local permit.
+    fn record_store_error(&self, error: &BackendError) {
         let mut wait_queue = self.wait_queue();
         wait_queue.store_error = Some(error.clone());
         self.has_store_error.store(true, Ordering::Relaxed);
@@ -600,9 +600,6 @@ impl LocalLock {
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
-        // The error belongs to a request of the previous caller. The next caller sends its own
-        // request.
-        wait_queue.clear_store_error(&self.has_store_error);
         let joined = wait_queue.join_first_waiters(&self.engine);
         let next = if mutated(Mutant::WrongWaiterAdmitted) {
             wait_queue.waiters.pop_last()
@@ -612,6 +609,11 @@ impl LocalLock {
         let next =
             next.map(|(ticket, waiter)| wait_queue.record_sent(ticket, waiter, &self.engine));
         wait_queue.is_permit_taken = next.is_some();
+        if next.is_none() {
+            // The next caller sends its own request. The error stays for callers that are queued or
+            // arrive while a waiter's first request has no response.
+            wait_queue.clear_store_error(&self.has_store_error);
+        }
         if wait_queue.waiters.is_empty() {
             self.has_waiters.store(false, Ordering::Relaxed);
         }
@@ -882,7 +884,14 @@ impl LocalPermit {
 
 impl ReleasePermit for LocalPermit {
     fn record_error(&self, error: &BackendError) {
-        self.local_lock().record_store_error(error);
+        // Beside an extra permit, the key may be held in this process: other callers find it busy.
+        if self.passes_on {
+            self.local_lock().record_store_error(error);
+        }
+    }
+
+    fn record_response(&self) {
+        self.local_lock().record_response();
     }
 }
 

@@ -25,7 +25,9 @@ use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::panic_safe::{catch_panic, discard_panic};
-use crate::release::{PendingRelease, possible_grants, release_claim, release_in_background};
+use crate::release::{
+    PendingRelease, ReleasePermit as _, possible_grants, release_claim, release_in_background,
+};
 use crate::stall_detector::{MonitoredCell, MonitoredState, MonitoredWait};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
@@ -39,8 +41,9 @@ pub(crate) enum AttemptOutcome {
     Unknown,
 }
 
-/// A claim that competes for a key in the store. Each has a local permit. A registry therefore has
-/// at most one pending claim per key, apart from claims with an extra permit.
+/// A claim that competes for a key in the store. It has a local permit, so a registry has at most
+/// one pending claim per key. Callers that do not wait are the exception: each may have an extra
+/// permit, outside of the local queue.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     /// Present until a grant is confirmed or this value is dropped.
@@ -84,6 +87,12 @@ impl PendingClaim {
         parts.0.contention.as_deref_mut()
     }
 
+    /// Records a failed attempt, for the callers that wait behind this one.
+    pub(crate) fn record_error(&self, error: &BackendError) {
+        let parts = self.parts.as_ref().expect("the permit is here until a grant is confirmed");
+        parts.0.record_error(error);
+    }
+
     pub(crate) fn claim(&self) -> &Claim {
         &self.parts.as_ref().expect("the claim is here until a grant is confirmed").1
     }
@@ -119,7 +128,8 @@ impl PendingClaim {
 
     /// Sends one request for all claims, if there are at least two, the store has batches, and the
     /// claims are in one shard. Otherwise sends nothing and returns false.
-    /// [`response`](Self::response) returns the response to each claim.
+    /// [`response`](Self::response) returns the response to each claim. If the store declines the
+    /// batch, the call sends one request per claim.
     pub(crate) async fn send_all(pending_claims: &mut [Self], engine: &Engine) -> bool {
         let Some(first) = pending_claims.first() else { return false };
         let shard = engine.backend.shard(first.claim());
@@ -161,9 +171,9 @@ impl PendingClaim {
     /// Returns `outcome` if [`send`](Self::send) returned one. Otherwise waits for the response for
     /// at most the operation time-out.
     ///
-    /// If the connection broke while it was idle, repeats the request once. Must be awaited
-    /// directly after `send`: the first poll here does not poll the request, which `send` has just
-    /// polled. A later first poll could lose a wake-up.
+    /// If the connection broke while it was idle, repeats the request once. Await this directly
+    /// after `send`. The first poll here skips the request, because `send` has just polled it. If
+    /// the task were woken between the two, that wake-up would be lost.
     ///
     /// # Errors
     /// [`Abandoned`] if the future was not polled for the length of a lease.
@@ -252,13 +262,14 @@ impl PendingClaim {
             let fresh_claim = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
                 possible_grants: possible_grants(self.unknown_attempts),
-                // No guard exists, so no token after the first was used.
+                // In a release, this is the number of tokens that may have been used. Without a
+                // guard, that is at most the first token.
                 ..PendingRelease::new(engine, claim.with_token_block(1))
             });
             Box::new(Self::new(permit, fresh_claim, options))
         });
-        // The count is decremented only after the grant or the new claim was counted, so that
-        // `close` never misses this caller.
+        // `pending_claims` is decremented only after the grant or the new claim was counted, so
+        // that `close` never misses this caller.
         match &confirmed {
             Ok(grant) => grant.engine().pending_claims.leave(),
             Err(replacement) => replacement.engine().pending_claims.leave(),
@@ -286,7 +297,8 @@ impl PendingClaim {
     /// releases a claim that the store may have granted or queued. `permit` then passes to the next
     /// local caller. If no clean-up is needed, `permit` passes on at once.
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
-        // No guard exists, so no token after the first was used.
+        // In a release, this is the number of tokens that may have been used. Without a guard, that
+        // is at most the first token.
         let claim = claim.with_token_block(1);
         let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;
@@ -360,7 +372,7 @@ async fn attempt_all(
             grants.into_iter().map(|grant| Ok(Attempt::Granted(grant))).collect()
         }
         Ok(BatchAttempt::Busy(busy_index, busy)) => {
-            let mut responses = vec![Err(BackendError::withheld()); claims.len()];
+            let mut responses = vec![Err(BackendError::other_key_busy()); claims.len()];
             if let Some(response) = responses.get_mut(busy_index) {
                 *response = Ok(Attempt::Busy(busy));
             }
@@ -406,8 +418,8 @@ async fn finish_and_release(
             return;
         }
         Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
-        // Counts this grant too. It and the grants that the unknown attempts may still cause must
-        // all be released.
+        // `possible_grants` counts only the unknown attempts so far. This grant is added, because
+        // each of these grants needs its own release. If the number is 0, one release is enough.
         Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
             pending_release.possible_grants += 1
         }

@@ -327,19 +327,18 @@ impl Registry {
     /// Notifies all holders that their lock is lost, and releases their claims.
     async fn lose_all(&self) {
         let engine = &self.engine;
-        // Repeated, because a pending claim may still become an active grant.
+        // Repeated, because a pending claim may still become an active grant, and a grant whose
+        // renewal is being recorded is not in the schedule. The other grants that are still counted
+        // are being released by their own callers.
         loop {
-            let all = engine.schedule.all();
-            if all.is_empty() && engine.pending_claims.count() == 0 {
-                break;
-            }
-            for grant in all {
+            for grant in engine.schedule.all() {
                 grant.lose(LostReason::Closed);
+            }
+            if engine.pending_claims.count() == 0 && engine.active_grants.count() == 0 {
+                break;
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        // A grant that is still counted here is being released by its own caller.
-        engine.active_grants.wait_until_zero().await;
         engine.background.wait_until_drained().await;
     }
 }

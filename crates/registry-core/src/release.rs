@@ -22,6 +22,9 @@ use crate::mutant::{Mutant, mutated};
 pub(crate) trait ReleasePermit: fmt::Debug + Send {
     /// Records a store error, which the callers that wait for the permit return at their deadline.
     fn record_error(&self, error: &BackendError);
+
+    /// Records that the store responded, so that these callers return no earlier error.
+    fn record_response(&self);
 }
 
 /// A claim that is being released.
@@ -117,10 +120,14 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
         let in_flight = pending.in_flight.take();
         let mut release = in_flight.unwrap_or_else(|| engine.release(&pending.claim));
         let error = match release.response_within(engine.defaults.operation_timeout).await {
-            Some(Ok(Release::Freed)) => return ReleaseOutcome::Freed,
-            // An earlier release, whose response was lost, has ended the grant.
-            Some(Ok(Release::NotHeld)) if may_have_freed => return ReleaseOutcome::Freed,
-            Some(Ok(Release::NotHeld)) => return ReleaseOutcome::NotHeld,
+            Some(Ok(released)) => {
+                if let Some(permit) = &pending.permit {
+                    permit.record_response();
+                }
+                // An earlier release, whose response was lost, may have ended the grant.
+                let was_freed = released == Release::Freed || may_have_freed;
+                return if was_freed { ReleaseOutcome::Freed } else { ReleaseOutcome::NotHeld };
+            }
             Some(Err(error)) => error,
             None => engine.no_response_error(),
         };

@@ -181,7 +181,8 @@ impl<K: Ord, W> Waiters<K, W> {
     pub fn try_stop(&self) -> bool {
         let mut table = self.table();
         let is_idle = table.entries.is_empty();
-        // An aborted task that still runs its last poll must not detach its successor.
+        // An aborted task may still run its last poll. It must not clear the handle of the task
+        // that has replaced it.
         if is_idle && table.task.as_ref().map(JoinHandle::id) == task::try_id() {
             // `task` is cleared while the mutex is locked, so that no new waiter relies on the
             // ending task.

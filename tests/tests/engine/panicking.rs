@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockError, LockOptions, MemoryBackend, Registry};
+use registry_core::{LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Registry};
 use tokio::sync::oneshot;
 
 use super::panicking_backend::PanickingBackend;
@@ -125,6 +125,18 @@ async fn a_panic_does_not_block_the_next_caller() {
         assert!(first.await.unwrap_err().is_panic(), "{method}");
         assert_works(local).await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_in_the_release_of_one_key_does_not_keep_the_other_key() {
+    let store = MemoryBackend::new();
+    let (registry, backend) = over(&store);
+    let guard = registry.obtain_all(["a", "b"]).lock().await.unwrap();
+    backend.panic_once_in("release");
+    assert_panics("release", guard.unlock()).await;
+    let (remote, _) = over(&store);
+    let second = Duration::from_secs(1);
+    assert!(remote.obtain("b").try_lock_for(second).await.unwrap().is_some());
 }
 
 #[tokio::test(start_paused = true)]

@@ -53,6 +53,21 @@ async fn a_caller_behind_a_failing_caller_returns_its_error() {
     }
 }
 
+/// At 6 s, the permit passes to the second caller, whose first request has no response until 9 s.
+#[tokio::test(start_paused = true)]
+async fn a_caller_behind_a_second_unanswered_attempt_returns_an_error() {
+    let silent = Faults::none().always(Operation::Acquire, UNANSWERED);
+    let local = faulty(&MemoryBackend::new(), silent);
+    local.obtain("k").try_lock().await.unwrap_err();
+    let second_caller = spawn_first_caller(&local).await;
+    tokio::time::sleep(3 * SECOND + SECOND / 2).await;
+    for wait in [Duration::ZERO, SECOND] {
+        let error = local.obtain("k").try_lock_for(wait).await.unwrap_err();
+        assert!(error.is_retryable(), "{wait:?}: {error}");
+    }
+    second_caller.abort();
+}
+
 /// Until its lease is over, the engine tries to release the unanswered attempt. Meanwhile, no other
 /// local caller competes.
 #[tokio::test(start_paused = true)]
@@ -78,6 +93,23 @@ async fn a_caller_behind_a_refused_release_returns_its_error() {
     assert!(error.is_retryable(), "{error}");
 }
 
+/// The store keeps the key for the first of the two extensions, because it never shortens a lease.
+#[tokio::test(start_paused = true)]
+async fn a_failed_release_is_repeated_for_the_longest_lease_that_was_requested() {
+    let store = MemoryBackend::new();
+    let backend = Arc::new(FaultyBackend::new(Arc::new(store.clone()), Faults::none()));
+    let local = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    let guard = local.obtain("k").lock().await.unwrap();
+    guard.extend(3_600 * SECOND).await.unwrap();
+    guard.extend(30 * SECOND).await.unwrap();
+    backend.apply(Faults::none().always(Operation::Release, Fault::Refuse));
+    drop(guard);
+    tokio::time::sleep(120 * SECOND).await;
+    backend.clear_faults();
+    let remote = Registry::builder(Arc::new(store)).build().unwrap();
+    assert!(remote.obtain("k").try_lock_for(120 * SECOND).await.unwrap().is_some());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_past_store_error_is_not_returned() {
     let store = MemoryBackend::new();
@@ -92,6 +124,17 @@ async fn a_past_store_error_is_not_returned() {
     assert!(local.obtain("k").try_lock().await.unwrap().is_none());
     guard.unlock().await.unwrap();
     local.obtain("k").try_lock().await.unwrap().unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lock_held_in_this_process_is_busy_after_a_failed_attempt_of_a_reader() {
+    let faults = Faults::none().at_call(Operation::Acquire, 2, Fault::Refuse);
+    let local = faulty(&MemoryBackend::new(), faults);
+    let guard = local.obtain("k").lock().await.unwrap();
+    local.obtain("k").try_read().await.unwrap_err();
+    assert!(local.obtain("k").try_lock().await.unwrap().is_none());
+    assert!(local.obtain("k").try_lock_for(SECOND).await.unwrap().is_none());
+    guard.unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
