@@ -887,6 +887,12 @@ impl BackendConfig for RedisConfig {
             ));
         }
         self.check_value("namespace", self.namespace())?;
+        if self.layout == Layout::Spring && self.publish == Publish::Sharded {
+            return Err(OptionError::new(
+                "publish",
+                "is sharded, and Spring publishes and subscribes without shards; set `publish=plain`",
+            ));
+        }
         if self.connection.sentinel_user.is_some() && self.connection.sentinel_password.is_none() {
             let problem = "has no effect without `sentinel_password`; set both";
             return Err(OptionError::new("sentinel_user", problem));

@@ -17,7 +17,7 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use registry_core::BackendError;
 
 use crate::config::{RedisConfig, ServerAddress, ServerAddresses};
-use crate::error::{invalid_client_config, to_backend_error};
+use crate::error::{error_of_script_command, invalid_client_config, to_backend_error};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 use crate::script::ScriptCall;
@@ -193,7 +193,7 @@ impl RedisConnections {
             };
             let error = match response {
                 Ok(response) => return Ok(response),
-                Err(error) => error,
+                Err(error) => error_of_script_command(error),
             };
             match self.topology.on_error(&node, &error).await {
                 ErrorAction::Fail => return Err(self.classify(&error, &node)),

@@ -8,6 +8,7 @@ use futures_util::future::join_all;
 use registry_core::{BackendError, BackendErrorKind, Finding};
 
 use crate::connections::RedisNode;
+use crate::error::is_redirection;
 use crate::store::{RedisStore, ceil_millis, parse_response, unexpected_response};
 
 impl RedisStore {
@@ -94,6 +95,8 @@ impl RedisStore {
                      channels and commands that the book lists for this layout",
                 ));
             }
+            // The server executes the command for the channels of its own slots.
+            Err(error) if is_redirection(&error) => {}
             Err(error) if !error.is_retryable() => findings.push(Finding::warning(format!(
                 "the server does not execute {}: releases wake no waiter, and waiters poll; set publish=plain",
                 self.publish_command

@@ -21,6 +21,36 @@ pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
     if refused { backend_error.as_refused() } else { backend_error }
 }
 
+/// Returns whether a member of a cluster does not have the slot of a command.
+pub(crate) fn is_redirection(error: &BackendError) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+    source.map(RedisError::kind).is_some_and(|kind| {
+        matches!(kind, ErrorKind::Server(ServerErrorKind::Moved | ServerErrorKind::Ask))
+    })
+}
+
+/// Returns the error of the command that failed inside a script. Redis before version 7 returns it
+/// within the text of another error. Returns any other error unchanged.
+pub(crate) fn error_of_script_command(error: RedisError) -> RedisError {
+    let line = error.code().and_then(|code| {
+        let text = format!("{code} {}", error.detail().unwrap_or_default());
+        parse_script_error(&text).map(|reply| format!("-{reply}\r\n"))
+    });
+    let reply = line.and_then(|line| redis::parse_redis_value(line.as_bytes()).ok());
+    reply.and_then(|reply| reply.extract_error().err()).unwrap_or(error)
+}
+
+/// Returns the reply of a command from an error of Redis 6.2, such as `ERR Error running script
+/// (call to f_..): @user_script:1: @user_script: 1: -READONLY You can't write ..`.
+fn parse_script_error(text: &str) -> Option<&str> {
+    let ends = ["@user_script:", "=[C]:"]
+        .into_iter()
+        .filter_map(|place| text.rfind(place).map(|start| start + place.len()));
+    let (line, reply) = text.get(ends.max()?..)?.trim_start().split_once(": ")?;
+    line.parse::<i64>().ok()?;
+    Some(reply.strip_prefix('-').unwrap_or(reply))
+}
+
 /// Returns the error without the user name, or `None` if the error contains no user name. Some
 /// servers, such as Valkey 9, include the user name in messages about missing rights.
 fn redact_user(error: &RedisError) -> Option<RedisError> {
@@ -54,7 +84,8 @@ const fn unknown_outcome(kind: BackendErrorKind, message: &'static str) -> Redis
 
 fn classify(error: &RedisError) -> RedisErrorClass {
     // Older servers report a missing right inside a script without the code `NOPERM`.
-    if error.detail().is_some_and(|detail| detail.contains("ACL failure in script")) {
+    let texts = ["ACL failure in script", "executing the script can't run this command"];
+    if error.detail().is_some_and(|detail| texts.iter().any(|text| detail.contains(text))) {
         return classify_server_error(ServerErrorKind::NoPerm, None);
     }
     match error.kind() {
@@ -222,11 +253,51 @@ mod tests {
         }
     }
 
+    /// These texts are from Redis 6.2.14.
+    #[test]
+    fn errors_inside_scripts_are_classified_on_redis_6() {
+        for (line, kind) in [
+            (
+                "-ERR Error running script (call to f_4c26): @user_script:1: @user_script: 1: The user executing the script can't run this command or subcommand\r\n",
+                Denied,
+            ),
+            (
+                "-@user_script: 1: The user executing the script can't run this command or subcommand\r\n",
+                Denied,
+            ),
+            (
+                "-=[C]: -1: The user executing the script can't run this command or subcommand\r\n",
+                Denied,
+            ),
+            (
+                "-ERR Error running script (call to f_9e8a): @user_script:1: @user_script: 1: -READONLY You can't write against a read only replica.\r\n",
+                Transient,
+            ),
+            ("-=[C]: -1: -READONLY You can't write against a read only replica.\r\n", Transient),
+            (
+                "-ERR Error running script (call to f_9e8a): @user_script:1: @user_script: 1: -OOM command not allowed when used memory > 'maxmemory'.\r\n",
+                Transient,
+            ),
+            (
+                "-ERR Error running script (call to f_7d51): @user_script:1: WRONGTYPE Operation against a key holding the wrong kind of value\r\n",
+                Protocol,
+            ),
+        ] {
+            let error = redis::parse_redis_value(line.as_bytes()).unwrap().extract_error();
+            let class = classify(&error_of_script_command(error.unwrap_err()));
+            assert_eq!((class.kind, class.refused), (kind, true), "{line}");
+        }
+        let line = "-ERR the token is not stored any more script: f, on @user_script:5.\r\n";
+        let error = redis::parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err();
+        assert_eq!(error_of_script_command(error.clone()), error, "an error of Redis 7");
+    }
+
     #[test]
     fn a_missing_right_inside_a_script_is_denied() {
         for line in [
             "-ERR ACL failure in script: this user has no permissions to run the 'getex' command script: f, on @user_script:5.\r\n",
             "-NOPERM ACL failure in script: User worker has no permissions to run the 'getex' command\r\n",
+            "-ERR The user executing the script can't run this command or subcommand script: f, on @user_script:18.\r\n",
         ] {
             let class = class_of(line);
             assert_eq!((class.kind, class.refused), (Denied, true), "{line}");

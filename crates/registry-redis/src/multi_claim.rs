@@ -1,5 +1,5 @@
-//! Attempts that a record of several claims decides: shared and upgradable claims, permits,
-//! conversions, and claims that wait in the store.
+//! Attempts that use the record of several claims: those of shared and upgradable claims, permits
+//! and conversions, and those of exclusive claims that wait in the store or find such a record.
 //!
 //! [`LockRecord`] decides whether a claim is granted. The value of the lock's key is `+;`, followed
 //! by the text of the record. An attempt reads the value, decides, and writes the new value if the
@@ -67,7 +67,7 @@ impl StoredValue {
     /// Returns the end of an exclusive grant plus [`EXPIRY_MARGIN`], or `None` if the key has no
     /// expiry. The script that replaces the value treats a renewal that moves the end by at most
     /// this margin as no change.
-    fn exclusive_end(&self) -> Option<u64> {
+    fn latest_exclusive_end(&self) -> Option<u64> {
         parse_pttl(self.remaining_ms).map(|left| self.after(left + EXPIRY_MARGIN))
     }
 
@@ -77,11 +77,11 @@ impl StoredValue {
 
     /// Returns the latest end that the script `replace_record` accepts for an exclusive grant, or 0
     /// if the key has no expiry. Empty for any other value.
-    fn expected_end(&self) -> String {
+    fn latest_expected_end(&self) -> String {
         if self.value.is_empty() || self.value.starts_with(PREFIX.as_bytes()) {
             return String::new();
         }
-        self.exclusive_end().unwrap_or(0).to_string()
+        self.latest_exclusive_end().unwrap_or(0).to_string()
     }
 
     /// Returns the record. Returns `None` if the value belongs to another program.
@@ -95,7 +95,7 @@ impl StoredValue {
         let Some((id, token, since, label)) = ExclusiveRecord::parse_fields(&self.value) else {
             return Ok(None);
         };
-        let until = self.exclusive_end().unwrap_or_else(|| self.after(LEASE_WITHOUT_EXPIRY));
+        let until = self.latest_exclusive_end().unwrap_or_else(|| self.after(LEASE_WITHOUT_EXPIRY));
         let holder = Claim::new(PLACEHOLDER_KEY.with(Clone::clone), Duration::ZERO)
             .with_id(id)
             .with_label(label.map(Into::into));
@@ -224,8 +224,11 @@ impl RedisStore {
             if record.is_empty() { String::new() } else { PREFIX.to_owned() + &record.to_text() };
         let ttl = Duration::from_micros(record.until().saturating_sub(seen.now));
         let mut call = self.scripts.replace_record.call([lock]);
-        call =
-            call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1).arg(seen.expected_end());
+        call = call
+            .arg(&seen.value[..])
+            .arg(text)
+            .arg(ceil_millis(ttl) + 1)
+            .arg(seen.latest_expected_end());
         let is_granted = matches!(attempt, Attempt::Granted(_));
         if is_granted {
             // This attempt is a downgrade, withdraws an upgrade, or writes an earlier grant again.
@@ -309,8 +312,8 @@ enum Written {
 const PREFIX: &str = "+;";
 /// The maximum number of attempts if other clients change the value between a read and a write.
 const WRITE_ATTEMPTS_MAX: u32 = 100;
-/// The tolerance for the expiry of an exclusive grant in the script that replaces its value: times
-/// are rounded to milliseconds.
+/// The tolerance for the end of an exclusive grant when `replace_record` compares it. The script
+/// rounds times to milliseconds.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(3);
 /// The assumed remaining lease of a key whose expiry another client has removed.
 const LEASE_WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);

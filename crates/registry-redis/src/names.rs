@@ -11,8 +11,8 @@
 //! | Redisson | `KEY`, or `NS:KEY` with a namespace | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
 //! `NS` is the namespace and `LOCK` is the name of the lock. `{LOCK}` is `LOCK` in braces, or
-//! `LOCK` itself if it already contains a hash tag. In the channels of Redisson, `{LOCK}` is `LOCK`
-//! itself if it contains an opening brace, as in Redisson.
+//! `=LOCK` if it already contains a hash tag. Redisson has another rule for its channels: there,
+//! `{LOCK}` is `LOCK` itself if it contains an opening brace.
 
 use std::borrow::Cow;
 
@@ -125,13 +125,14 @@ impl RedisKeyNames {
     }
 
     /// Returns a channel of this namespace, to check the right to publish. No lock has this
-    /// channel, except the lock of the key `}` in the Spring layout.
+    /// channel, with exceptions for the key `}`: in the Spring layout, and in the Redisson layout
+    /// with a brace in the namespace.
     pub(crate) fn probe_channel(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// Returns the Redis key that stores the minimum age of the server process: the time for which
-    /// a client has observed the process. This key belongs to no lock.
+    /// Returns the Redis key that stores how long a client has observed the server process. The
+    /// process is at least this old. The key belongs to no lock.
     pub(crate) fn process_age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
@@ -246,9 +247,12 @@ impl RedisKeyNames {
 }
 
 /// Returns the key under which this library stores data about `name`. Both keys share a slot,
-/// unless `name` has a closing brace and no hash tag.
+/// unless `name` has a closing brace and no hash tag. The equals sign distinguishes `{a}` from `a`.
 pub(crate) fn tagged_name(prefix: &str, name: &str) -> String {
-    if hash_tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
+    match hash_tag(name) {
+        Some(_) => format!("{prefix}={name}"),
+        None => format!("{prefix}{{{name}}}"),
+    }
 }
 
 /// Returns the name under which Redisson stores data about `name`.
@@ -308,6 +312,14 @@ mod tests {
         }
         assert_eq!(native("a{b}:*").lock_name(&key("k")), "a%7Bb%7D:*:{k}");
         assert_eq!(native("a*b").scan_pattern(), r"a\*b:{*}");
+    }
+
+    #[test]
+    fn a_name_with_a_hash_tag_shares_no_key_with_another_name() {
+        let foreign = RedisKeyNames::new(Layout::Redisson, "", true);
+        assert_eq!(foreign.token_key("a"), "lock-registry:token:{a}");
+        assert_eq!(foreign.token_key("{a}"), "lock-registry:token:={a}");
+        assert_eq!(foreign.token_key("x{a}"), "lock-registry:token:=x{a}");
     }
 
     #[test]

@@ -262,8 +262,8 @@ impl RedisStore {
         Some((slot, keys.collect()))
     }
 
-    /// Runs a script that may grant `claim`. If the grant does not reach the required replicas or
-    /// disks, releases it and returns an error.
+    /// Runs a script that may grant or convert `claim`. If the change does not reach the required
+    /// replicas or disks, returns an error and releases a new grant.
     pub(crate) async fn run_grant(
         &self,
         slot: u16,
@@ -275,6 +275,13 @@ impl RedisStore {
         }
         let durable = self.connections.run_durably(slot, call).await?;
         match durable.shortfall {
+            Some(shortfall) if is_grant(&durable.response) && claim.is_conversion() => {
+                // A release would also end the grant that the claim already had. A repeated
+                // conversion changes nothing, and waits for the replicas and disks again.
+                Err(BackendError::transient(format!(
+                    "redis: the conversion is not durable: {shortfall}; check the replicas and disks"
+                )))
+            }
             Some(shortfall) if is_grant(&durable.response) => {
                 let store_error = |outcome| {
                     BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))

@@ -13,7 +13,10 @@ local function renew_entry(lock, record, claim, lease)
   if renewed > lease_end then
     redis.call('SET', lock, string.sub(record, 1, entry + 32) .. renewed .. string.sub(record, entry + 49), 'KEEPTTL')
   end
-  if redis.call('PTTL', lock) <= tonumber(lease) then
+  -- A key whose expiry another client removed keeps no expiry: this lease may be shorter than those
+  -- of other entries.
+  local remaining = redis.call('PTTL', lock)
+  if remaining >= 0 and remaining <= tonumber(lease) then
     redis.call('PEXPIRE', lock, lease + 1)
   end
   return tonumber(lease)

@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Finding, Invalidations,
-    LockAdmin, LockBackend, LockError, LockGuard, LockOptions, LostReason, MemoryBackend, Registry,
-    Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, ClaimMode, Finding, Grant,
+    Invalidations, Key, LockAdmin, LockBackend, LockError, LockGuard, LockOptions, LostReason,
+    MemoryBackend, Registry, Release, Renewal,
 };
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
-use registry_testkit::redis::RedisServer;
+use registry_testkit::redis::{RedisCluster, RedisServer};
 use registry_testkit::waiter_race::assert_a_waiter_undoes_no_renewal;
 use registry_testkit::{error_text, eventually, within};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -523,6 +523,18 @@ async fn diagnose_reports_a_server_without_the_publish_command() {
     }
 }
 
+/// Each member of a cluster executes `SPUBLISH` only for the channels of its own slots.
+#[tokio::test]
+async fn diagnose_finds_no_missing_publish_command_in_a_cluster() {
+    let cluster = RedisCluster::start().await.unwrap();
+    for layout in [Layout::Native, Layout::Redisson] {
+        let config = RedisConfig::from_url(&cluster.url()).unwrap().with_layout(layout);
+        let findings = RedisBackend::open(config).await.unwrap().diagnose().await.unwrap();
+        let reports = |finding: &Finding| finding.message.contains("PUBLISH");
+        assert!(!findings.iter().any(reports), "{layout:?}: {findings:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_cancelled_waiter_leaves_no_subscription() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -802,6 +814,67 @@ async fn a_holder_is_notified_of_a_loss_after_its_connection_was_replaced() {
     assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone);
 }
 
+/// Makes one attempt.
+async fn granted(backend: &RedisBackend, claim: &Claim) -> Result<Grant, String> {
+    match backend.try_acquire(claim).await {
+        Ok(Attempt::Granted(grant)) => Ok(grant),
+        other => Err(format!("{claim:?} is not granted: {other:?}")),
+    }
+}
+
+/// The last mode is that of a withdrawn upgrade.
+#[tokio::test]
+async fn a_conversion_that_reaches_no_replica_keeps_the_lock() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let port = server.addr().port().to_string();
+    let replica = RedisServer::start(&["--replicaof", "127.0.0.1", &port]).await.unwrap();
+    let in_sync = async || server.send_command("WAIT 1 10").await.unwrap().contains(":1");
+    eventually(LONG, in_sync).await;
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = config.with_replicas(1).with_replica_timeout(secs(1));
+    let backend = RedisBackend::open(config).await.unwrap();
+    for mode in [ClaimMode::Exclusive, ClaimMode::Shared, ClaimMode::Upgradable] {
+        let key = Key::new(&format!("{mode:?}")).unwrap();
+        let claim = Claim::new(key.clone(), secs(600)).with_mode(ClaimMode::Upgradable);
+        let token = eventually(LONG, async || granted(&backend, &claim).await).await.token;
+        let conversion = claim.converted_to(mode).restricted_to_grant(token);
+        replica.pause().unwrap();
+        let error = backend.try_acquire(&conversion).await.unwrap_err();
+        assert!(error.is_retryable() && !error.refused(), "{mode:?}: {error:?}");
+        assert_eq!(backend.inspect(&key).await.unwrap().len(), 1, "{mode:?}");
+        replica.resume().unwrap();
+        eventually(LONG, async || granted(&backend, &conversion).await).await;
+        assert_eq!(backend.release(&conversion).await.unwrap(), Release::Freed, "{mode:?}");
+    }
+}
+
+/// The lease of the reader that renews is shorter than that of the other one.
+#[tokio::test]
+async fn a_renewal_does_not_shorten_the_lease_of_another_reader_of_a_key_without_expiry() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let backend = RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
+    let reader = |lease| Claim::new(Key::new("k").unwrap(), lease).with_mode(ClaimMode::Shared);
+    let (short, long) = (reader(secs(10)), reader(secs(600)));
+    granted(&backend, &short).await.unwrap();
+    granted(&backend, &long).await.unwrap();
+    server.send_command("PERSIST lock-registry:{k}").await.unwrap();
+    assert!(matches!(backend.renew(&[short]).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(server.send_command("PTTL lock-registry:{k}").await.unwrap(), ":-1\r\n");
+}
+
+#[tokio::test]
+async fn a_user_without_the_right_to_set_an_expiry_leaves_no_lock() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    server.send_command("ACL SETUSER worker on >p ~* &* +@all -pexpire").await.unwrap();
+    let url = format!("redis://worker:p@{}", server.addr());
+    let config = RedisConfig::from_url(&url).unwrap().with_layout(Layout::Redisson);
+    let backend = RedisBackend::open(config).await.unwrap();
+    let claim = Claim::new(Key::new("k").unwrap(), secs(600));
+    let error = backend.try_acquire(&claim).await.unwrap_err();
+    assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Denied, true), "{error:?}");
+    assert_eq!(server.send_command("EXISTS k").await.unwrap(), ":0\r\n");
+}
+
 /// The renewals use several connections. The server must not treat a write on one of them as a
 /// foreign change for the others.
 #[tokio::test]
@@ -886,7 +959,7 @@ async fn unused_tokens_are_not_ahead_of_the_clock_when_all_data_is_lost() {
         // slow machine.
         let block = 1_000_000;
         let new_claim = || {
-            let key = registry_core::Key::new("k").unwrap();
+            let key = Key::new("k").unwrap();
             Claim::new(key, secs(300)).with_token_block(block)
         };
         let mut last = None;

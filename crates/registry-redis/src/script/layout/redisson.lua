@@ -2,13 +2,19 @@
 -- its value is the number of reentrant acquisitions.
 
 local function read_holder(lock)
-  local fields = redis.call('HGETALL', lock)
-  if fields[1] then
-    return fields[1], fields[1]
+  -- One field, because a hash of another program may have millions.
+  local field = redis.call('HRANDFIELD', lock)
+  if field then
+    return field, field
   end
 end
 
 local function store_holder(lock, claim, lease)
   redis.call('HSET', lock, claim, '1')
-  redis.call('PEXPIRE', lock, lease)
+  -- A failed command does not undo earlier writes of a script. Without an expiry, the lock would
+  -- stay held forever.
+  if type(redis.pcall('PEXPIRE', lock, lease)) == 'table' then
+    redis.call('DEL', lock)
+    redis.call('PEXPIRE', lock, lease) -- fails with the same error
+  end
 end
