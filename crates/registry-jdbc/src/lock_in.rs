@@ -1,4 +1,4 @@
-//! A lock that lasts exactly as long as the caller's transaction.
+//! A lock that lasts as long as the caller's transaction.
 //!
 //! Such a lock has no lease, no renewal and no release. It ends with the transaction: by commit, by
 //! rollback, or with the connection. The caller's transaction locks the row of the key. So this
@@ -53,8 +53,8 @@ pub trait LockIn<DB: Database>: Sync {
     /// transaction succeeds and returns a larger token.
     ///
     /// A call first makes one attempt. If the key is held, the caller joins the registry's local
-    /// wait queue of the key, which also contains callers that wait for guards. No claim is handed
-    /// over to a caller that is behind this caller in the queue.
+    /// wait queue of the key, which also contains callers that wait for guards. A released guard
+    /// never hands its claim over to a caller behind this one.
     ///
     /// In PostgreSQL, the lock also works through a pooler in transaction mode. The transaction
     /// must have the isolation level `READ COMMITTED`, the server's default. With `REPEATABLE READ`
@@ -64,20 +64,22 @@ pub trait LockIn<DB: Database>: Sync {
     ///
     /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
     /// lock timeout for a single statement. While a transaction holds the lock, an attempt to
-    /// acquire a lease waits for the row for at most `busy_timeout`. The attempt then returns a
-    /// retryable error, because the server does not report why the row is locked. In PostgreSQL,
-    /// such an attempt returns `Busy`.
+    /// acquire a lease waits for the row for at most `busy_timeout`, rounded up to whole seconds.
+    /// The attempt then fails with a retryable error, because the server does not report why the
+    /// row is locked. In PostgreSQL, such an attempt finds the lock held, and the caller waits.
     ///
     /// With `REPEATABLE READ`, the default of MariaDB and MySQL, lock before the transaction reads
     /// anything. If the snapshot is older than the end of the last grant, the call returns
     /// [`LockInError::Conflict`], because the transaction would read outdated rows.
     ///
-    /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
-    /// also be session locks: the transaction then acquires the advisory lock as well. While
-    /// another session holds the advisory lock, the call polls twice a second and after each
-    /// release notification. Session locks of MariaDB and MySQL are not supported
-    /// ([`LockInError::Unsupported`]): their named locks end with a connection, never with a
-    /// transaction.
+    /// The registry may use the mode `lease` or `row`. In PostgreSQL it may also use `session`: the
+    /// transaction then acquires the advisory lock as well. While another session holds the
+    /// advisory lock, the call polls twice a second and after each release notification. Session
+    /// locks of MariaDB and MySQL are not supported ([`LockInError::Unsupported`]): their named
+    /// locks end with a connection, never with a transaction.
+    ///
+    /// In PostgreSQL, a rollback to an earlier savepoint also releases the lock. Call this method
+    /// on the outermost transaction.
     ///
     /// # Errors
     /// [`LockInError`]. The transaction must not rely on the lock. Roll the transaction back,
@@ -227,7 +229,7 @@ pub enum LockInError {
         /// The database's error.
         source: sqlx::Error,
     },
-    /// Only in MariaDB and MySQL: a statement of the store on its own connection failed, or the
+    /// Only in MariaDB and MySQL: a statement on one of the store's own connections failed, or the
     /// server of the transaction is read-only. Roll back.
     #[error("lock_in on {key:?} failed")]
     #[non_exhaustive]
@@ -240,7 +242,8 @@ pub enum LockInError {
 }
 
 impl LockInError {
-    /// Returns whether a new transaction may succeed.
+    /// Returns whether a new transaction may succeed. Returns false for
+    /// [`Database`](Self::Database); inspect its source to decide.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {

@@ -27,7 +27,7 @@ use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
-use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
+use crate::server::statement::{bytes, flag, from_micros, maybe_number, micros, number};
 use crate::server::{
     Answer, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableTable, PURGE_BATCH_ROWS,
     QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, SqlStore, Statement, Value,
@@ -282,8 +282,9 @@ pub(super) struct ExecutedRenewal<'a> {
 }
 
 impl ExecutedRenewal<'_> {
-    /// Returns one answer for each claim. The query `unexpired` returns the holders of the keys and
-    /// their times left. `holder` converts a claim to the form of that query's first column.
+    /// Returns one answer for each claim. The query `unexpired` returns the holders of the keys,
+    /// their times left, and whether the server is writable. `holder` converts a claim to the form
+    /// of that query's first column.
     pub(super) async fn answers<H>(
         self,
         holder: impl Fn(&Claim) -> H + Send,
@@ -302,6 +303,12 @@ impl ExecutedRenewal<'_> {
         // still exist.
         let rows = client.query(ConnectionUse::Renew(lease), &unexpired).await?;
         let elapsed = requested_at.elapsed();
+        let is_writable = rows.first().map(|row| flag::<MySql>(row, 2)).transpose()?;
+        if is_writable == Some(false) {
+            // After a failover, new connections may reach the new primary.
+            client.close_idle();
+            return Err(error::read_only(error::STORE));
+        }
         let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), BackendError> {
             let holder = row.try_get(0).map_err(MySql::explain)?;
             Ok((holder, from_micros(number::<MySql>(row, 1)?)))

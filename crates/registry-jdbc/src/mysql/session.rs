@@ -182,10 +182,9 @@ impl SessionProtocol for MySqlSessionProtocol {
         const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK($1, 0) AS SIGNED)";
         let locked = match &plan.last_row {
             None => {
-                let acquired = self
-                    .fetch_number(connected, TRY_LOCK, Some(self.lock_name_value(claim.key())))
-                    .await?;
-                Ok((acquired == Some(1), None))
+                let name = Some(self.lock_name_value(claim.key()));
+                let acquired = self.fetch_number(connected, TRY_LOCK, name).await;
+                acquired.map(|acquired| (acquired == Some(1), None))
             }
             Some(last) => self.lock_and_read(connected, claim.key(), last.claim).await,
         };
@@ -200,7 +199,8 @@ impl SessionProtocol for MySqlSessionProtocol {
             Ok(Some(granted)) => Ok(LockAttempt::Grant(granted)),
             Ok(None) => self.unlock(connected, claim.key()).await.map(|()| LockAttempt::Busy(None)),
             Err(SessionFailure::Rejected(error)) => {
-                // The session holds the named lock even if the next statement failed.
+                // The session holds the named lock if a later statement failed, and may hold it if
+                // this statement was interrupted.
                 self.unlock(connected, claim.key()).await?;
                 if MySql::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));

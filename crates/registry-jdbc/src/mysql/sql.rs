@@ -40,10 +40,11 @@ use crate::server::{
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The settings of every connection. They override the server's defaults: for example,
-/// `completion_type` could make COMMIT close the connection. With READ COMMITTED, a statement sees
+/// `completion_type` could make COMMIT close the connection, and `sql_safe_updates` refuses the
+/// renewals. With READ COMMITTED, a statement sees
 /// all rows that were committed before it, and a select inside a write locks nothing.
 const CONNECTION_SETTINGS: &str = "\
-    SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
+    SET SESSION autocommit = 1, completion_type = 0, sql_safe_updates = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
@@ -371,10 +372,10 @@ const RENEW: &str = "\
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.until = GREATEST(l.until, {now} + $4)";
 
-/// Returns the claims that hold one of the keys, with the times left of their leases. Parameters:
-/// ids.
+/// Returns the claims that hold one of the keys, with the times left of their leases, and whether
+/// the server is writable. Parameters: ids.
 const UNEXPIRED: &str = "\
-    SELECT claim, until - {now} FROM {locks} \
+    SELECT claim, until - {now}, CAST({writable} AS SIGNED) FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Returns the ids of the held keys, with the versions of their rows. The version is the token of
@@ -393,7 +394,7 @@ const HELD: &str = "\
 /// Parameters: id, claim, tokens used.
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
-    WHERE id = $1 AND claim = $2 AND until > {now}";
+    WHERE id = $1 AND claim = $2 AND until > {now} AND {writable}";
 
 /// Returns the columns of the key's row that requests can change, the server's time, and the
 /// largest token of all purged rows. Without a row, its columns are NULL.
@@ -441,7 +442,7 @@ const ACQUIRE_RELEASED_ROW: &str = "\
 const RELEASE_SINGLE_ENTRY: &str = "\
     UPDATE {locks} SET \
         claim = NULL, label = NULL, since = GREATEST({now}, since + 1), until = {now}, block = LEAST(block, $3) \
-    WHERE id = $1 AND claim = {marker} AND until > {now} \
+    WHERE id = $1 AND claim = {marker} AND until > {now} AND {writable} \
         AND LOCATE($2, label) = 1 AND LOCATE(';', label) = LENGTH(label) \
         AND SUBSTR(label, 34, 16) > LPAD({now}, 16, '0') AND SUBSTR(label, 82, 19) = LPAD(token, 19, '0')";
 
@@ -457,7 +458,8 @@ const WRITE_RENEWAL: &str = "\
 
 /// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\
-    UPDATE {locks} SET claim = NULL, until = {now} WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
+    UPDATE {locks} SET claim = NULL, until = {now} \
+    WHERE id = $1 AND claim IS NOT NULL AND until > {now} AND {writable}";
 
 /// Finds the row with this claim and token, or with a record that contains them, and locks it until
 /// the caller's transaction ends. The inner select locks nothing, and shows whether the
@@ -673,7 +675,7 @@ const PURGE_CANDIDATES: &str = "\
 /// both the floor and the rows cover the tokens.
 ///
 /// Parameters: token.
-const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor < $1";
+const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor < $1 AND {writable}";
 
 /// Deletes dead rows whose tokens the floor covers. Checks each row again, because its key may have
 /// been granted since [`PURGE_CANDIDATES`].
@@ -681,4 +683,4 @@ const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor <
 /// Parameters: ids, minimum microseconds since the row's end, token.
 const PURGE: &str = "\
     DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
-    WHERE l.id IN ($1...) AND GREATEST(l.since, l.until) <= {now} - $2 AND l.token + l.block - 1 <= $3";
+    WHERE l.id IN ($1...) AND GREATEST(l.since, l.until) <= {now} - $2 AND l.token + l.block - 1 <= $3 AND {writable}";

@@ -158,7 +158,7 @@ impl PgSessionProtocol {
         lock_state: AdvisoryLockState,
     ) -> Result<LockAttempt, SessionFailure> {
         let id = self.table.row_id(claim.key());
-        let now_if_consecutive = match lock_state {
+        let now_if_unchanged = match lock_state {
             AdvisoryLockState::HeldAndUnchanged { now } => Some(now),
             AdvisoryLockState::NotHeld | AdvisoryLockState::Held => None,
         };
@@ -175,7 +175,7 @@ impl PgSessionProtocol {
                 self.table.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
-                Value::Number(plan.tokens_to_write(now_if_consecutive)),
+                Value::Number(plan.tokens_to_write(now_if_unchanged)),
                 Value::label(claim),
                 Value::Number(id.advisory_lock_key()),
                 Value::Text(format!("{}ms", ROW_WAIT.as_millis())),
@@ -191,8 +191,7 @@ impl PgSessionProtocol {
             let left = column(3)?;
             return Ok(LockAttempt::Busy(left.map(from_micros)));
         };
-        let granted =
-            plan.grant_from_write(claim, token, now_if_consecutive).map(LockAttempt::Grant);
+        let granted = plan.grant_from_write(claim, token, now_if_unchanged).map(LockAttempt::Grant);
         granted.ok_or_else(|| SessionFailure::Broken(corrupt("a row's token is invalid")))
     }
 }
@@ -331,8 +330,8 @@ fn pooler_detected() -> BackendError {
 
 const CHECK_SESSION: &str = "SELECT pg_backend_pid()";
 
-/// How long a statement waits for the row of another transaction: an uncommitted insert or, in
-/// `ensure_row`, a locked row. All commands of the session wait during that time.
+/// How long a statement waits for another transaction that has inserted the row without a commit
+/// or, in `ensure_row`, has locked the row. All commands of the session wait during that time.
 const ROW_WAIT: Duration = Duration::from_millis(10);
 
 #[cfg(test)]

@@ -373,7 +373,7 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         match Box::pin(self.force_release_in_record(key)).await? {
             Some(released) => Ok(released),
-            None => D::force_release(self, key).await,
+            None => self.store.not_held_if_writable(D::force_release(self, key).await?).await,
         }
     }
 

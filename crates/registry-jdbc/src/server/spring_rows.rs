@@ -169,7 +169,7 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = D::release_spring(self, claim).await?;
         self.store.maybe_purge(claim.id()).await;
-        Ok(released)
+        self.store.not_held_if_writable(released).await
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -204,7 +204,8 @@ impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
         let mut values = vec![Value::Text(lock_key.clone())];
         values.extend(self.wakeups.notification(self.row_id(&lock_key)));
         let statement = Statement::new(&self.statements().force_release, values);
-        release_outcome::<D>(&self.store.release(&statement).await?)
+        let released = release_outcome::<D>(&self.store.release(&statement).await?)?;
+        self.store.not_held_if_writable(released).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use registry_core::config::BackendConfig as _;
-use registry_core::{BackendError, ClaimId};
+use registry_core::{BackendError, ClaimId, Release};
 
 use super::config::ServerSettings;
 use super::dialect::Dialect;
@@ -77,6 +77,18 @@ impl<D: Dialect> SqlStore<D> {
             return Err(super::error::read_only(D::STORE));
         }
         Ok(())
+    }
+
+    /// Returns the result of a release. If it is `NotHeld`, first checks that the server is
+    /// writable: on a replica, the statement has changed nothing.
+    pub(crate) async fn not_held_if_writable(
+        &self,
+        released: Release,
+    ) -> Result<Release, BackendError> {
+        if released == Release::NotHeld {
+            self.check_writable().await?;
+        }
+        Ok(released)
     }
 
     /// Returns whether the caller's transaction is in this store's database. Reads the meta row in

@@ -49,17 +49,17 @@ pub(crate) struct SessionGrant {
     /// The row after this grant. Its `tokens` are the reserved tokens after those of this grant.
     pub(crate) row: WrittenRow,
     /// Whether no other client was granted the key since this session's last grant.
-    pub(crate) is_consecutive: bool,
+    pub(crate) is_unchanged: bool,
 }
 
 impl TokenPlan {
     /// Returns how many tokens the write takes: those of the grant, and the reservation if one is
-    /// due. `now_if_consecutive` is the server's time, if no other client was granted the key since
+    /// due. `now_if_unchanged` is the server's time, if no other client was granted the key since
     /// this session's last grant.
-    pub(crate) fn tokens_to_write(&self, now_if_consecutive: Option<i64>) -> i64 {
+    pub(crate) fn tokens_to_write(&self, now_if_unchanged: Option<i64>) -> i64 {
         let last_row = self.last_row.as_ref();
         let reserves =
-            last_row.zip(now_if_consecutive).is_some_and(|(last, now)| last.tokens.start <= now);
+            last_row.zip(now_if_unchanged).is_some_and(|(last, now)| last.tokens.start <= now);
         if reserves { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
 
@@ -72,7 +72,7 @@ impl TokenPlan {
             return None;
         }
         let row = WrittenRow { claim: last.claim, tokens: next_unused..last.tokens.end };
-        Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
+        Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_unchanged: true })
     }
 
     /// Returns the grant after a write of the row with `token`. Returns `None` if `token` is not a
@@ -81,13 +81,13 @@ impl TokenPlan {
         &self,
         claim: &Claim,
         token: i64,
-        now_if_consecutive: Option<i64>,
+        now_if_unchanged: Option<i64>,
     ) -> Option<SessionGrant> {
         let tokens = token.checked_add(self.block_size)?
-            ..token.checked_add(self.tokens_to_write(now_if_consecutive))?;
+            ..token.checked_add(self.tokens_to_write(now_if_unchanged))?;
         let row = WrittenRow { claim: claim.id(), tokens };
-        let is_consecutive = now_if_consecutive.is_some();
-        Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_consecutive })
+        let is_unchanged = now_if_unchanged.is_some();
+        Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_unchanged })
     }
 }
 
@@ -139,7 +139,7 @@ impl TokenReservations {
             self.0.retain(|_, series| !series.has_ended(now));
         }
         let previous =
-            self.0.get(name).filter(|series| granted.is_consecutive && !series.has_ended(now));
+            self.0.get(name).filter(|series| granted.is_unchanged && !series.has_ended(now));
         let started_at = previous.map_or(now, |series| series.started_at);
         if self.0.len() < SERIES_MAX || self.0.contains_key(name) {
             let (last_token, row) = (granted.token, granted.row.clone());
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(plan.tokens_to_write(Some(103)), 3 + 1_000_000);
         let granted = plan.grant_from_write(&claim, 103, Some(102)).unwrap();
         assert_eq!(granted.row.tokens, 106..106);
-        assert!(granted.is_consecutive, "the series continues");
+        assert!(granted.is_unchanged, "the series continues");
         reservations.record_grant(NAME, &granted, now);
         let plan = reservations.plan(NAME, &claim, now);
         assert_eq!(plan.tokens_to_write(Some(105)), 3);

@@ -101,7 +101,8 @@ pub(super) const READ_ROW: &str = "\
 
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
 /// returned it. The statement compares claim, token and label, and also `until`, because a renewal
-/// of an exclusive grant changes nothing else.
+/// of an exclusive grant changes nothing else. If another process has purged the row since, the
+/// token must be above the tokens of all deleted rows.
 ///
 /// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
 /// token, old label, old `until`.
@@ -109,6 +110,7 @@ pub(super) const WRITE_ROW: &str = "\
     INSERT INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
     SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?9 \
+        AND (floor < ?4 OR EXISTS (SELECT 1 FROM main.lock_registry_locks WHERE namespace = ?1 AND key = ?2)) \
     ON CONFLICT (namespace, key) DO UPDATE SET \
         claim = excluded.claim, \
         token = excluded.token, \

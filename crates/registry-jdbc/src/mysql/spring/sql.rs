@@ -190,27 +190,29 @@ const RENEW: &str = "\
 /// Parameters: ids, claims, limit, lease.
 const RENEW_NATIVE: &str = "\
     UPDATE ( \
-        SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ($1...) AND claim IN ($2...) \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ($1...) AND claim IN ($2...) AND {writable} \
         LIMIT $3 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS n FORCE INDEX (PRIMARY) ON n.id = found.id \
     SET n.until = GREATEST(n.until, {now} + $4)";
 
-/// Returns the holders of these keys, with the times left of their leases. Parameters: lock keys.
+/// Returns the holders of these keys, with the times left of their leases, and whether the server
+/// is writable. Parameters: lock keys.
 const UNEXPIRED: &str = "\
-    SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
+    SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}), CAST({writable} AS SIGNED) FROM {lock} AS l \
     WHERE l.LOCK_KEY IN ($1...) AND l.REGION = '{region}' AND {end} >= {utc}";
 
 /// Ends the grant of one claim. Parameters: lock key, client.
 const RELEASE: &str = "\
     DELETE l FROM {lock} AS l \
-    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc}";
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc} AND {writable}";
 
 /// Deletes the row of a claim, even if its grant has expired. Parameters: lock key, client.
 const CLEAR: &str = "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2";
 
 /// Ends the grant of a key, whatever client holds it. Parameter: lock key.
-const FORCE_RELEASE: &str =
-    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc}";
+const FORCE_RELEASE: &str = "\
+    DELETE l FROM {lock} AS l \
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc} AND {writable}";
 
 /// Finds the rows of this claim and token, and locks them until the caller's transaction ends.
 /// Returns whether the transaction's snapshot contains the grant, as the native statement does.

@@ -82,8 +82,15 @@ async fn a_replica_grants_nothing_even_to_privileged_users() {
         "{}",
         error_chain(&error)
     );
-    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
-    assert!(error.is_retryable(), "{}", error_chain(&error));
+    let errors = [
+        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
+        backend.release(&held).await.unwrap_err(),
+        backend.force_release(held.key()).await.unwrap_err(),
+    ];
+    for error in errors {
+        let text = error_chain(&error);
+        assert!(error.is_retryable() && text.contains("replica"), "{text}");
+    }
     busy(&backend, &claim("held")).await;
     server.sql("SET GLOBAL read_only = OFF").await.unwrap();
     grant(&backend, &claim("k")).await;
@@ -152,10 +159,15 @@ async fn locks_work_with_any_session_settings_of_the_server() {
         "--default-time-zone=+05:30",
         "--autocommit=0",
         "--lower-case-table-names=1",
+        "--sql-safe-updates=1",
         "--character-set-server=latin1",
         "--log-bin=log",
         "--server-id=1",
     ]);
     let server = MariaDbServer::start_with(options).await.unwrap();
     assert_one_holder_at_a_time(&server).await;
+    let (backend, held) = (backend(config(&server)).await, claim("renewed"));
+    grant(&backend, &held).await;
+    let renewed = backend.renew(&[held]).await.remove(0).unwrap();
+    assert!(matches!(renewed, Renewal::Renewed(_)), "{renewed:?}");
 }
