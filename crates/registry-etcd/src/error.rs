@@ -98,10 +98,12 @@ pub(crate) fn classify(status: &Status) -> CallError {
             Denied,
             "this user lacks a permission; the book's chapter on etcd lists the required ones",
         ),
-        Code::ResourceExhausted if has("database space exceeded") => refused(
+        // Members check the space before they propose a request, and again when they execute it. If
+        // only the second check fails, they execute the request and return the same error.
+        Code::ResourceExhausted if has("database space exceeded") => CallError::Other(error(
             Transient,
             "the members have no space for writes (alarm NOSPACE); compact and defragment them",
-        ),
+        )),
         // For some requests, members return this error with the status code `Unknown`.
         Code::ResourceExhausted | Code::Unknown if has("etcdserver: too many requests") => {
             refused(Transient, "the members are overloaded: too many requests; reduce their load")
@@ -168,7 +170,12 @@ mod tests {
             (Code::Unavailable, "etcdserver: leader changed", Transient, false),
             (Code::Unavailable, "error reading from server", Transient, false),
             (Code::Unknown, "h2 protocol error", Transient, false),
-            (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded", Transient, true),
+            (
+                Code::ResourceExhausted,
+                "etcdserver: mvcc: database space exceeded",
+                Transient,
+                false,
+            ),
             (Code::ResourceExhausted, "etcdserver: too many requests", Transient, true),
             (Code::Unknown, "etcdserver: too many requests", Transient, true),
             (Code::PermissionDenied, "etcdserver: permission denied", Denied, true),

@@ -6,8 +6,9 @@
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
 //! In the native layout, the entry of each claim has a tombstone `NAMESPACE/KEY!LEASE`, outside the
-//! queue. An upgrade request has none. The value block of a key is `NAMESPACE/KEY=value`. The
-//! etcdctl layout has no tombstones and no value blocks, and escapes nothing.
+//! queue: if an entry ends without a release, its tombstone remains and delays the next grant. An
+//! upgrade request has none. The value block of a key is `NAMESPACE/KEY=value`. The etcdctl layout
+//! has no tombstones and no value blocks, and escapes nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
 //! with another lock's name and a slash.
@@ -39,8 +40,8 @@ impl EtcdKeyNames {
         Self { layout, prefix }
     }
 
-    /// Returns the prefix of all names of this namespace. The prefix is empty in the etcdctl layout
-    /// without a namespace, which includes all keys of the cluster.
+    /// Returns the prefix of all names of this namespace. In the etcdctl layout without a
+    /// namespace, the prefix is empty and matches all keys of the cluster.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -98,8 +99,8 @@ impl EtcdKeyNames {
     pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Etcdctl && key.as_str().contains('/') {
             return Err(InvalidKey::layout(
-                "a slash would place its entries in the queue of another lock, named like the part \
-                 before the slash; use that part as the namespace",
+                "the part before the slash may be the key of another lock, whose queue would contain \
+                 the entries of this one; use that part as the namespace",
             ));
         }
         Ok(())

@@ -128,6 +128,8 @@ impl EtcdBackend {
             Ok(LeaseStatus::Alive) => {}
             Ok(LeaseStatus::NotFound) => {
                 self.abandon(entry);
+                // Other leases in the pool have probably ended for the same reason.
+                self.pool.clear();
                 return Ok(QueueStep::Retry);
             }
             // This attempt has sent no request for the entry, so the error counts as refused.
@@ -598,7 +600,15 @@ impl EtcdBackend {
             Some(upgrade) => txn::with_deletion(remove_entry, &upgrade.name),
             None => remove_entry,
         };
-        let mut results = self.execute(remove_entry).await.map_err(CallError::into_error)?;
+        let mut results = match self.execute(remove_entry).await.map_err(CallError::into_error) {
+            Ok(results) => results,
+            Err(error) => {
+                // The request may arrive after a repeated one, and would then delete the tombstone
+                // of the next entry with the same lease.
+                entry.must_not_recycle |= !error.refused();
+                return Err(error);
+            }
+        };
         let was_granted = results.succeeded
             && (entry.is_granted
                 || if is_exclusive {

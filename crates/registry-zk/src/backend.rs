@@ -28,9 +28,10 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// servers expire the session. When a session ends, all its locks are lost permanently. The backend
 /// opens a new session when a request needs one.
 ///
-/// The token is the id of the transaction that created the holder's node. The token of an upgraded
-/// claim is the id of the upgrade's transaction. A claim that waited during the upgrade has the id
-/// of a later transaction as its token. In Curator's semaphore, the token is the id of the
+/// The token is the id of the transaction that created the holder's node. An upgraded claim has the
+/// id of the upgrade's transaction. The nodes of claims that waited during the upgrade are older
+/// than it, so each of these claims gets the id of a later transaction when it is granted. In
+/// Curator's semaphore, the token is the id of the
 /// transaction that granted the claim. Tokens grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
@@ -270,7 +271,7 @@ impl LockAdmin for ZkBackend {
     }
 }
 
-/// The claims that wait are in the queues, so no claim needs a registration.
+/// Waiting claims are in the stored queues, so `register` and `unregister` do nothing.
 #[async_trait]
 impl WaiterStore for ZkBackend {
     async fn waiting(&self, key: Option<&Key>) -> Result<Vec<WaitingClaim>, BackendError> {
@@ -303,8 +304,8 @@ impl OpenBackend for ZkConfig {
             // The backend returns this error, because the message must state the session time-out
             // that the servers granted. The engine has only the maximum lease.
             Some(lease) if lease > lease_max => Err(misconfigured(format!(
-                "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
-                 `maxSessionTimeout` on the servers",
+                "the lease is {}, more than the maximum {}, which is half of the session time-out of {} that the servers \
+                 granted; set a shorter `lease`, or raise `maxSessionTimeout` on the servers",
                 format_time(lease),
                 format_time(lease_max),
                 format_time(backend.session_timeout())

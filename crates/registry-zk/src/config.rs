@@ -270,7 +270,8 @@ impl ZkConfig {
 
     /// Sets the namespace. Locks in different namespaces are independent, even if their keys are
     /// equal. In the native layout, the default is [`NAMESPACE`](Self::NAMESPACE). In the Curator
-    /// layout, this is a Curator namespace, and the default is no namespace.
+    /// layout, this is a Curator namespace, for example `apps/orders`, and the default is no
+    /// namespace.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = Some(namespace.into());
@@ -415,8 +416,9 @@ impl ZkConfig {
                 let namespace = namespace.as_deref().unwrap_or(Self::NAMESPACE);
                 format!("{chroot}{root}/{}", encode(namespace))
             }
-            // Like Curator, this layout places the namespace above the root path.
-            (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
+            // Like Curator, this layout places the namespace above the root path, and encodes
+            // nothing. A namespace may be several nodes.
+            (Layout::Curator, Some(namespace)) => format!("{chroot}/{namespace}{root}"),
             (Layout::Curator, None) => format!("{chroot}{root}"),
         };
         Paths::new(base, self.layout).with_semaphore(self.is_curator_semaphore())
@@ -496,6 +498,13 @@ impl ZkConfig {
         }
         if self.namespace.as_deref() == Some("") {
             let problem = "is empty; leave it out for the default";
+            return Err(OptionError::new("namespace", problem));
+        }
+        let namespace_path = self.namespace.as_ref().map(|namespace| format!("/{namespace}"));
+        if self.layout == Layout::Curator
+            && namespace_path.is_some_and(|namespace_path| !is_valid_path(&namespace_path))
+        {
+            let problem = "is not a valid path without its first slash; an example is `app`";
             return Err(OptionError::new("namespace", problem));
         }
         if self.paths().is_reserved() {
@@ -977,6 +986,9 @@ mod tests {
             valid().with_root("/zookeeper/locks").with_layout(Layout::Curator),
             valid().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
             valid().with_layout(Layout::Curator).with_namespace("zookeeper"),
+            valid().with_layout(Layout::Curator).with_namespace("zookeeper/a"),
+            valid().with_layout(Layout::Curator).with_namespace("/a"),
+            valid().with_layout(Layout::Curator).with_namespace("a//b"),
             ZkConfig::new("h/zookeeper").unwrap(),
             valid().with_session_timeout(Duration::from_millis(1)),
             valid().with_session_timeout(hour * 25),

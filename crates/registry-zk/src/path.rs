@@ -242,6 +242,13 @@ mod tests {
     }
 
     #[test]
+    fn a_curator_namespace_is_used_as_it_is() {
+        let config = ZkConfig::new("h/app").unwrap().with_layout(Layout::Curator);
+        let paths = config.with_namespace("apps/my ä").paths();
+        assert_eq!(paths.node_path(&key("k")), "/app/apps/my ä/SpringIntegration-LockRegistry/k");
+    }
+
+    #[test]
     fn only_a_semaphore_refuses_a_key_at_the_parent_of_its_units() {
         assert_eq!(paths(Layout::Curator).check_key(&key("a/leases")), Ok(()));
         let semaphore = paths(Layout::Curator).with_semaphore(true);
