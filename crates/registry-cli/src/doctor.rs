@@ -34,7 +34,7 @@ pub(crate) async fn doctor(
         text_report(&settings, &capabilities, &findings)
     })?;
     let has_warning = findings.iter().any(|finding| finding.severity > Severity::Note);
-    Ok(if doctor.strict && has_warning { exit::NEGATIVE } else { 0 })
+    Ok(if doctor.strict && has_warning { exit::NEGATIVE_RESULT } else { 0 })
 }
 
 fn json_report(

@@ -1,4 +1,5 @@
-//! The failures of `lockreg`: their exit statuses, and their texts without secrets.
+//! The failures of `lockreg`: their exit statuses and texts. The library has already removed
+//! secrets from its errors.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,9 +10,9 @@ use std::path::PathBuf;
 use lock_registry::config::InvalidOption;
 use lock_registry::{ConfigError, LockError};
 
-/// The key is not locked (`show`, `break`) or has no value block (`value`), or there is a warning
-/// (`doctor --strict`).
-pub(crate) const NEGATIVE: u8 = 1;
+/// The result of the command is negative: the key is not locked (`show`, `break`) or has no value
+/// block (`value`), or there is a warning (`doctor --strict`).
+pub(crate) const NEGATIVE_RESULT: u8 = 1;
 /// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
 pub(crate) const NOT_OBTAINED: u8 = 75;
 /// The lock was lost while it was held.
@@ -25,8 +26,9 @@ pub(crate) const INTERNAL: u8 = 70;
 /// The operating system refused an operation that normally succeeds: `EX_OSERR`.
 pub(crate) const OS: u8 = 71;
 const OUTPUT: u8 = 74;
-const NOT_EXECUTABLE: u8 = 126;
-const NOT_FOUND: u8 = 127;
+const COMMAND_NOT_EXECUTABLE: u8 = 126;
+/// The status of shells for a command that does not exist.
+const COMMAND_NOT_FOUND: u8 = 127;
 
 /// Returns the status that a shell reports for a process that was ended by signal `number`.
 pub(crate) fn status_of_signal(number: i32) -> u8 {
@@ -41,8 +43,8 @@ pub(crate) enum CliError {
     Config(ConfigError),
     Lock(LockError),
     /// The command of `run` or `elect` is not a program, or this user may not execute it.
-    NotExecutable(String),
-    NotFound(String),
+    CommandNotExecutable(String),
+    CommandNotFound(String),
     /// The directory of the default store cannot be created.
     Directory {
         directory: PathBuf,
@@ -58,7 +60,7 @@ pub(crate) enum CliError {
         what: &'static str,
         source: io::Error,
     },
-    /// stdout is closed or full.
+    /// A write to stdout failed, for example because it is closed or full.
     Output(io::Error),
 }
 
@@ -81,8 +83,8 @@ impl CliError {
             Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
             Self::Lock(LockError::Lost { .. }) => LOST,
             Self::Lock(_) | Self::Directory { .. } => UNAVAILABLE,
-            Self::NotExecutable(_) => NOT_EXECUTABLE,
-            Self::NotFound(_) => NOT_FOUND,
+            Self::CommandNotExecutable(_) => COMMAND_NOT_EXECUTABLE,
+            Self::CommandNotFound(_) => COMMAND_NOT_FOUND,
             Self::Os { .. } | Self::Listen { .. } => OS,
             // The reader has closed stdout, which is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
@@ -119,9 +121,9 @@ pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
 impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Usage(message) | Self::NotExecutable(message) | Self::NotFound(message) => {
-                f.write_str(message)
-            }
+            Self::Usage(message)
+            | Self::CommandNotExecutable(message)
+            | Self::CommandNotFound(message) => f.write_str(message),
             Self::Config(ConfigError::NotBuiltIn { scheme, feature, .. }) => write!(
                 f,
                 "this lockreg was built without {scheme} stores; run `cargo install registry-cli --features {feature}`"
@@ -161,7 +163,7 @@ impl fmt::Display for CliError {
 impl StdError for CliError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
-            Self::Usage(_) | Self::NotExecutable(_) | Self::NotFound(_) => None,
+            Self::Usage(_) | Self::CommandNotExecutable(_) | Self::CommandNotFound(_) => None,
             Self::Config(error) => error.source(),
             Self::Lock(LockError::InvalidOption(_)) => None,
             Self::Lock(error) => error.source(),

@@ -35,7 +35,7 @@ pub(crate) async fn show(
         [] => format!("{} is not locked\n{}", printable(key.as_str()), waiter_table()),
         holders => table(HOLDER_HEADING, holders.iter().map(holder_row)) + &waiter_table(),
     })?;
-    Ok(if holders.is_empty() { exit::NEGATIVE } else { 0 })
+    Ok(if holders.is_empty() { exit::NEGATIVE_RESULT } else { 0 })
 }
 
 /// A key as JSON: the fields of its first holder, the list of all holders, and the waiters.
@@ -108,7 +108,7 @@ pub(crate) async fn value(
         output.result(&json!({ "key": key.as_str(), "value": null, "token": null }), || {
             format!("{} has no value\n", printable(key.as_str()))
         })?;
-        return Ok(exit::NEGATIVE);
+        return Ok(exit::NEGATIVE_RESULT);
     };
     if !global.json {
         to_stdout(&value.bytes)?;
@@ -170,5 +170,5 @@ pub(crate) async fn break_lock(
             _ => format!("{} is not locked\n", printable(key.as_str())),
         },
     )?;
-    Ok(if is_released { 0 } else { exit::NEGATIVE })
+    Ok(if is_released { 0 } else { exit::NEGATIVE_RESULT })
 }

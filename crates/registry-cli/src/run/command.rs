@@ -28,7 +28,7 @@ impl Program {
 
 fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError> {
     let not_found =
-        |hint| CliError::NotFound(format!("command {name:?} not found; check its {hint}"));
+        |hint| CliError::CommandNotFound(format!("command {name:?} not found; check its {hint}"));
     if name.is_empty() {
         return Err(not_found("name"));
     }
@@ -58,7 +58,7 @@ fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError
 }
 
 fn not_executable(name: &OsStr) -> CliError {
-    CliError::NotExecutable(format!(
+    CliError::CommandNotExecutable(format!(
         "command {name:?} is not executable; check that it is a file and that you have the permission to execute it"
     ))
 }
