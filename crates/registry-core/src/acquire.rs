@@ -495,9 +495,9 @@ impl Acquisition<'_> {
                     late_grant_error()
                 }
                 AttemptOutcome::Completed(_, Ok(Attempt::Busy(busy))) => {
+                    self.local_lock.record_response();
                     self.check_units_in_store(&busy)?;
                     failures = RetryState::default();
-                    self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
                         contention.on_busy();
                     }

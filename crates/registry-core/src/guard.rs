@@ -20,6 +20,7 @@ use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
 use crate::key::Key;
+use crate::lease::lease_covering;
 use crate::min_hold::{FirstRenewalSender, MinHold};
 use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
@@ -589,7 +590,10 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         engine: Arc::clone(&engine),
         claim: ending.claim(),
         permit: ending.take_permit(),
-        lease: grant.longest_lease(),
+        // The last renewal for the `min_hold` may have requested a lease that exceeds it.
+        lease: grant
+            .longest_lease()
+            .max(lease_covering(min_hold_left).saturating_sub(min_hold_left)),
         possible_grants: grant.possible_grants(),
         in_flight: context.in_flight,
         blocked_error_sender: context.blocked_error_sender,

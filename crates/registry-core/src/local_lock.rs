@@ -183,7 +183,7 @@ pub(crate) struct LocalLock {
 struct WaitQueue {
     /// A caller has the local permit.
     is_permit_taken: bool,
-    /// The store error of the last request by a caller with a local or extra permit. Queued callers
+    /// The store error of the last request by the caller with the local permit. Queued callers
     /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
     /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
@@ -352,8 +352,8 @@ pub(crate) enum Admission {
 /// Why a caller got no [`Admission`].
 #[derive(Debug)]
 pub(crate) enum NotAdmitted {
-    /// The deadline passed. Contains the error of the last request by a caller with a local or
-    /// extra permit, if that request failed.
+    /// The deadline passed. Contains the error of the last request by the caller with the local
+    /// permit, if that request failed.
     TimedOut(Option<BackendError>),
     /// The caller was admitted but was not polled for the length of a lease. It must queue again.
     PassedOn,

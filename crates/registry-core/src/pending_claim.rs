@@ -409,7 +409,13 @@ async fn finish_and_release(
         discard_panic(payload);
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
-    match response.unwrap_or_else(panic_to_error) {
+    let response = response.unwrap_or_else(panic_to_error);
+    if response.is_ok()
+        && let Some(permit) = &pending_release.permit
+    {
+        permit.record_response();
+    }
+    match response {
         // If the claim has no queue entry and no attempt with an unknown outcome, there is nothing
         // to release.
         Ok(Attempt::Busy(busy))

@@ -91,7 +91,11 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
     let options = Arc::new(ClaimOptions { lease, ..ClaimOptions::clone(defaults) });
     loop {
         match local_lock.enter(None, &options, Some(deadline)).await {
-            Ok(Admission::LocalPermit(permit)) => return Some(permit),
+            Ok(Admission::LocalPermit(permit)) => {
+                // The attempts of this caller record no response.
+                permit.local_lock().record_response();
+                return Some(permit);
+            }
             Err(NotAdmitted::PassedOn) => {}
             Ok(Admission::Reentered(_) | Admission::HandedOver(_) | Admission::Joined(_))
             | Err(NotAdmitted::TimedOut(_) | NotAdmitted::HeldByOwner(_) | NotAdmitted::Closed) => {

@@ -1282,6 +1282,10 @@ mod tests {
             (RedisConfig::cluster(hosts(0)), "list of servers is empty"),
             (RedisConfig::sentinel(hosts(1), ""), "service"),
             (RedisConfig::new("h", 1).with_namespace(""), "namespace"),
+            (
+                RedisConfig::new("h", 1).with_layout(Layout::Spring).with_publish(Publish::Sharded),
+                "publish",
+            ),
             (RedisConfig::new("h", 1).with_token_memory(Duration::ZERO), "token_memory"),
             (RedisConfig::new("h", 1).with_restart_guard(Duration::from_secs(1)), "quorum"),
         ] {

@@ -176,13 +176,13 @@ async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, Backend
         let is_inserted = change(&texts.insert_row, values).await?.affected_rows > 0;
         if !is_inserted {
             // Another client has inserted the row, or the server is read-only.
-            store.check_writable().await?;
+            store.check_writable(ConnectionUse::Acquire).await?;
         }
         return Ok(is_inserted);
     };
     let (is_free, has_claim) = (flag::<MySql>(&row, 0)?, flag::<MySql>(&row, 1)?);
     if !flag::<MySql>(&row, 2)? {
-        store.check_writable().await?;
+        store.check_writable(ConnectionUse::Acquire).await?;
         return Ok(false);
     }
     if !is_free || !has_claim {

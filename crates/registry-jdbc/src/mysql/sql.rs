@@ -40,9 +40,9 @@ use crate::server::{
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The settings of every connection. They override the server's defaults: for example,
-/// `completion_type` could make COMMIT close the connection, and `sql_safe_updates` refuses the
-/// renewals. With READ COMMITTED, a statement sees
-/// all rows that were committed before it, and a select inside a write locks nothing.
+/// `completion_type` could make COMMIT close the connection, and `sql_safe_updates` could refuse
+/// renewals. With READ COMMITTED, a statement sees all rows that were committed before it, and a
+/// select inside a write locks nothing.
 const CONNECTION_SETTINGS: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, sql_safe_updates = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \

@@ -43,15 +43,14 @@ impl ServerErrors for Postgres {
                 classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
             }
             // If the server closes the connection instead of answering `SSLRequest`, sqlx reads the
-            // missing byte as `0x00`.
+            // missing byte as `0x00`. A server that is crashing, or that cannot start a process for
+            // the connection, answers with an error message, which begins with `0x45`.
             sqlx::Error::Protocol(message)
-                if message.contains("response from SSLRequest: 0x00") =>
+                if ["0x00", "0x45"]
+                    .iter()
+                    .any(|byte| message.contains(&format!("response from SSLRequest: {byte}"))) =>
             {
-                (
-                    Transient,
-                    "the server closed the connection before its first response; see its log",
-                    true,
-                )
+                (Transient, "the server refused the connection; see its log", true)
             }
             other => server::error::classify_client_error(other),
         };
@@ -301,6 +300,16 @@ mod tests {
         for &(code, kind) in table {
             let class = classify_code(code, false);
             assert_eq!((class.0, class.2), (kind, true), "{code}: {class:?}");
+        }
+    }
+
+    /// sqlx 0.9 creates these errors.
+    #[test]
+    fn a_server_that_refuses_a_connection_is_unreachable() {
+        for (byte, kind) in [("0x00", Transient), ("0x45", Transient), ("0x78", Protocol)] {
+            let text = format!("unexpected response from SSLRequest: {byte}");
+            let error = Postgres::explain(sqlx::Error::Protocol(text));
+            assert_eq!((error.kind(), error.refused()), (kind, kind == Transient), "{byte}");
         }
     }
 

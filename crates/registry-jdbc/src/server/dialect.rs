@@ -22,8 +22,8 @@ use super::spring_rows::{SpringLeaseTable, SpringStatements};
 use super::statement::corrupt;
 use super::store::SqlStore;
 use super::{
-    Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
-    SqlMode, Statement, StatementText, Value,
+    Answer, ConnectionPool, ConnectionUse, ErrorEffect, QueryMode, RowId, SessionProtocol,
+    SpringTable, SqlClient, SqlMode, Statement, StatementText, Value,
 };
 use crate::lock_in::{Deadline, LockInError};
 
@@ -407,7 +407,7 @@ pub(super) async fn try_acquire<S: LeaseStore>(
             Err(error) => return Err(error),
         }
     }
-    store.store().check_writable().await?;
+    store.store().check_writable(ConnectionUse::Acquire).await?;
     Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
 }
 

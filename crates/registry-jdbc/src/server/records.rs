@@ -276,7 +276,7 @@ impl<D: Dialect> LeaseTable<D> {
                 },
             }
         }
-        Err(self.conflict_error().await)
+        Err(self.conflict_error(ConnectionUse::Acquire).await)
     }
 
     /// Grants `claim` with one statement, without reading the row first, because the row is
@@ -392,7 +392,7 @@ impl<D: Dialect> LeaseTable<D> {
             }
             previous_columns = stored.columns;
         }
-        Err(self.conflict_error().await)
+        Err(self.conflict_error(ConnectionUse::Renew(shortest)).await)
     }
 
     /// Removes the entry of `claim`.
@@ -405,10 +405,12 @@ impl<D: Dialect> LeaseTable<D> {
             self.wakeups.on_release(claim.key());
             return Ok(Release::Freed);
         }
-        for _ in 0..WRITE_ATTEMPTS_MAX {
+        for round in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Release).await?;
             let mut record = stored.record::<D>()?;
-            let Some(entry) = record.release(claim) else { return Ok(Release::NotHeld) };
+            let Some(entry) = record.release(claim) else {
+                return self.store.not_held_if_writable(Release::NotHeld).await;
+            };
             let newest_token = stored.columns.as_ref().map(|row| row.token);
             let is_newest = entry.token.map(i64::from) == newest_token;
             let change = Change {
@@ -424,8 +426,13 @@ impl<D: Dialect> LeaseTable<D> {
                 }
                 return Ok(LockRecord::release_response(Some(&entry), stored.now()));
             }
+            if round == 0 {
+                // On a replica, no round would write anything.
+                let checked = self.store.check_writable(ConnectionUse::Release).await;
+                checked.map_err(BackendError::as_refused)?;
+            }
         }
-        Err(self.conflict_error().await)
+        Err(self.conflict_error(ConnectionUse::Release).await)
     }
 
     /// Ends the grant of `claim` if its record has no other entry.
@@ -457,7 +464,7 @@ impl<D: Dialect> LeaseTable<D> {
                 return Ok(Some(Release::Freed));
             }
         }
-        Err(self.conflict_error().await)
+        Err(self.conflict_error(ConnectionUse::Release).await)
     }
 
     /// Returns whether `claim` has a grant, or a place in the queue, that has not expired.
@@ -537,9 +544,9 @@ impl<D: Dialect> LeaseTable<D> {
     /// Returns the error of a request that other clients' changes prevented too often. The request
     /// has changed nothing. Checks the meta row first, and returns the error of a failed check
     /// instead.
-    async fn conflict_error(&self) -> BackendError {
-        if let Err(error) = self.store.check_writable().await {
-            return error;
+    async fn conflict_error(&self, connection_use: ConnectionUse) -> BackendError {
+        if let Err(error) = self.store.check_writable(connection_use).await {
+            return error.as_refused();
         }
         let message = format!(
             "{}: other clients changed the key during each of {WRITE_ATTEMPTS_MAX} attempts; retry",

@@ -53,8 +53,8 @@ impl SpringTable {
     /// `ttl` must equal the peers' `timeToLive`, to the millisecond; Spring's default is 10 s.
     /// Otherwise one side would acquire locks that the other side holds. Leases may differ from
     /// `ttl`: the row then contains a start that yields the correct end. This program writes UTC,
-    /// like Spring since version 6.0. Spring 4, 5, and 6.1.8 to 6.5.8 write the local time: with
-    /// them, Java's default time zone must be UTC, or a key can have two holders.
+    /// like Spring 6.0 to 6.1.7, and from 6.5.9 on. All other versions before 7 write the local
+    /// time: with them, Java's default time zone must be UTC, or a key can have two holders.
     #[must_use]
     pub fn v6(ttl: Duration) -> Self {
         Self::with_version(SpringVersion::V6 { ttl })

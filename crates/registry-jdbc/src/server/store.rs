@@ -68,8 +68,12 @@ impl<D: Dialect> SqlStore<D> {
 
     /// Checks the meta row. Without this row, or on a replica, no attempt is ever granted. Called
     /// when requests have no result, for example after too many conflicts on a record.
-    pub(crate) async fn check_writable(&self) -> Result<(), BackendError> {
-        let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
+    pub(crate) async fn check_writable(
+        &self,
+        connection_use: ConnectionUse,
+    ) -> Result<(), BackendError> {
+        let meta = Statement::new(&self.statements.as_ref().as_ref().meta, []);
+        let rows = self.client.query(connection_use, &meta).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();
         if !flag::<D>(rows.first().ok_or_else(missing)?, 2)? {
             // After a failover, new connections may reach the new primary.
@@ -86,7 +90,9 @@ impl<D: Dialect> SqlStore<D> {
         released: Release,
     ) -> Result<Release, BackendError> {
         if released == Release::NotHeld {
-            self.check_writable().await?;
+            // The release had no effect, whatever the outcome of this check is.
+            let checked = self.check_writable(ConnectionUse::Release).await;
+            checked.map_err(BackendError::as_refused)?;
         }
         Ok(released)
     }

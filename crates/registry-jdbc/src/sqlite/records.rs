@@ -325,3 +325,27 @@ impl SqliteBackend {
 
 /// The number of changes by other clients after which a request fails.
 const CHANGES_MAX: u32 = 100;
+
+#[cfg(test)]
+mod tests {
+    use sqlx::Executor as _;
+
+    use super::*;
+    use crate::sqlite::tests::{TestFolder, begin_write, key};
+
+    /// Another process has granted, released and purged the key since the row was read as missing.
+    #[tokio::test]
+    async fn a_missing_row_is_written_only_with_a_token_above_those_of_purged_rows() {
+        let folder = TestFolder::new();
+        let backend = folder.open_backend().await;
+        let mut writer = begin_write(&folder.file()).await;
+        writer.execute("UPDATE lock_registry_meta SET floor = 1000").await.unwrap();
+        writer.execute("COMMIT").await.unwrap();
+        let missing = SqliteRowColumns::default();
+        for (token, is_written) in [(999, false), (1_000, false), (1_001, true)] {
+            let row = SqliteRowColumns { token: Some(token), block: 1, ..missing.clone() };
+            let written = backend.write_row(&key("k"), Duration::MAX, &missing, &row).await;
+            assert_eq!(written.unwrap(), is_written, "{token}");
+        }
+    }
+}

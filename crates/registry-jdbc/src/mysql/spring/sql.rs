@@ -207,7 +207,9 @@ const RELEASE: &str = "\
     WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc} AND {writable}";
 
 /// Deletes the row of a claim, even if its grant has expired. Parameters: lock key, client.
-const CLEAR: &str = "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2";
+const CLEAR: &str = "\
+    DELETE l FROM {lock} AS l \
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {writable}";
 
 /// Ends the grant of a key, whatever client holds it. Parameter: lock key.
 const FORCE_RELEASE: &str = "\

@@ -82,12 +82,11 @@ async fn a_replica_grants_nothing_even_to_privileged_users() {
         "{}",
         error_chain(&error)
     );
-    let errors = [
-        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
-        backend.release(&held).await.unwrap_err(),
-        backend.force_release(held.key()).await.unwrap_err(),
-    ];
-    for error in errors {
+    let not_renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+    let not_released = backend.release(&held).await.unwrap_err();
+    assert!(not_released.refused(), "{not_released:?}");
+    let not_broken = backend.force_release(held.key()).await.unwrap_err();
+    for error in [not_renewed, not_released, not_broken] {
         let text = error_chain(&error);
         assert!(error.is_retryable() && text.contains("replica"), "{text}");
     }

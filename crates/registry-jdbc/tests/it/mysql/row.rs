@@ -47,6 +47,8 @@ async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
             // The release is repeated in the background until the server accepts writes.
             let error = guard.unlock().await.unwrap_err();
             assert!(error.is_retryable(), "{error:?}");
+            let rows = server.sql("SELECT COUNT(*) FROM INT_LOCK").await.unwrap();
+            assert_eq!(rows.trim(), "1", "a release on a replica deletes no row");
         }
         for key in ["orders/42", "fresh"] {
             // The server may not have noticed yet that the closed session has ended.

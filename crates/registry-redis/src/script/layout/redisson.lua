@@ -2,10 +2,14 @@
 -- its value is the number of reentrant acquisitions.
 
 local function read_holder(lock)
-  -- One field, because a hash of another program may have millions.
-  local field = redis.call('HRANDFIELD', lock)
-  if field then
-    return field, field
+  -- Two fields, because a hash of another program may have millions.
+  local fields = redis.call('HRANDFIELD', lock, 2)
+  if fields[2] then
+    -- Not an RLock. Acquisitions find it held, and listings omit it.
+    return '?', '?'
+  end
+  if fields[1] then
+    return fields[1], fields[1]
   end
 end
 
