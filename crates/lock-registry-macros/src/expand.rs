@@ -173,7 +173,11 @@ impl Function {
                 use #crate_path::LockRegistry as _;
                 #obtain
             };
-            let guard = match lock.acquire(#mode, #base_options #(.#names(#durations))*).await {
+            // In statements of their own, so that temporaries of these expressions, such as guards
+            // of a mutex, are dropped before the wait.
+            let mode = #mode;
+            let options = #base_options #(.#names(#durations))*;
+            let guard = match lock.acquire(mode, options).await {
                 ::core::result::Result::Ok(guard) => guard,
                 ::core::result::Result::Err(error) => return #fail,
             };

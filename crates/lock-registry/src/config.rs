@@ -700,7 +700,14 @@ mod tests {
             assert!(error.contains("less than the minimum 1m"), "{error}");
         }
         assert_eq!(problem("sqlite", &[("purge_after", "0s")]), None);
+        for store in ["memory", "sqlite", "postgres", "mysql"] {
+            assert!(problem(store, &[("namespace", "")]).unwrap().contains("is empty"), "{store}");
+        }
         for store in ["postgres", "mysql"] {
+            for mode in ["disable", "prefer"] {
+                let options = [("cert", "a.pem"), ("key", "b.pem"), ("sslmode", mode)];
+                assert!(problem(store, &options).unwrap().contains("without encryption"), "{mode}");
+            }
             for mode in ["disable", "prefer", "require"] {
                 let error = problem(store, &[("ca", "a.pem"), ("sslmode", mode)]).unwrap();
                 assert!(error.contains("does not verify"), "{error}");

@@ -7,7 +7,7 @@
 use std::fmt;
 
 use registry_core::ConfigError;
-use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::config::RegistryConfig;
 use crate::options::{Options, Origin};
@@ -111,7 +111,7 @@ impl OptionValue {
 /// surrounding text, which may contain a password.
 impl<'de> Deserialize<'de> for RegistryConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(SectionVisitor)
+        deserializer.deserialize_any(SectionVisitor)
     }
 }
 
@@ -133,6 +133,45 @@ impl<'de> Visitor<'de> for SectionVisitor {
         }
         Ok(config)
     }
+
+    fn visit_str<E>(self, _: &str) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_unit<E>(self) -> Result<RegistryConfig, E> {
+        Ok(not_a_table())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<RegistryConfig, A::Error> {
+        while elements.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(not_a_table())
+    }
+}
+
+/// Returns the configuration of a section that is a single value or a list.
+fn not_a_table() -> RegistryConfig {
+    let mut config = RegistryConfig::new();
+    config.deferred_error = Some(ConfigError::Invalid(
+        "the section of the lock registry must be a table of options; write for example `url = '..'`"
+            .to_owned(),
+    ));
+    config
 }
 
 impl<'de> Deserialize<'de> for OptionValue {
@@ -194,13 +233,13 @@ impl<'de> Visitor<'de> for OptionValueVisitor {
         value.deserialize_any(self)
     }
 
-    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<OptionValue, A::Error> {
-        while seq.next_element::<de::IgnoredAny>()?.is_some() {}
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<OptionValue, A::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
         Ok(OptionValue::Other)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<OptionValue, A::Error> {
-        while map.next_entry::<de::IgnoredAny, de::IgnoredAny>()?.is_some() {}
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
         Ok(OptionValue::Other)
     }
 }

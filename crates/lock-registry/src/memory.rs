@@ -58,7 +58,10 @@ impl BackendConfig for LocalConfig {
     }
 
     fn validate(&self) -> Result<(), OptionError> {
-        Ok(())
+        match &self.namespace {
+            Some(namespace) => OptionError::check_not_empty("namespace", namespace),
+            None => Ok(()),
+        }
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -177,7 +177,14 @@ impl BlockingRegistry {
                     "cannot start a runtime: {error}; raise the process's limits of threads and open files"
                 ))
             })?;
-        let registry = runtime.block_on(open)?;
+        let registry = match runtime.block_on(open) {
+            Ok(registry) => registry,
+            Err(error) => {
+                // A name lookup may still run. The drop of the runtime would wait for it.
+                runtime.shutdown_background();
+                return Err(error);
+            }
+        };
         let runtime = Arc::new(OwnedRuntime { runtime: Some(runtime), registry: registry.clone() });
         Ok(Self { registry, runtime })
     }

@@ -521,6 +521,18 @@ impl OptionError {
         Err(Self::new(option, format!("is {time}, not between {min} and {max}")))
     }
 
+    /// Checks that a text is not empty. An empty namespace usually comes from a variable without a
+    /// value, and would silently be another namespace than the default.
+    ///
+    /// # Errors
+    /// [`OptionError`] if the text is empty.
+    pub fn check_not_empty(option: &'static str, text: &str) -> Result<(), Self> {
+        if text.is_empty() {
+            return Err(Self::new(option, "is empty; leave it out for the default"));
+        }
+        Ok(())
+    }
+
     /// Creates an error that names no option: of several options together, or of an unknown one.
     /// `problem` is a sentence.
     #[must_use]

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -630,6 +630,9 @@ pub(crate) struct Hold {
     guards: AtomicUsize,
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
+    /// A caller has begun to emit [`LockEvent::HoldBegan`]. Several callers of one owner can get
+    /// guards of the same hold at the same time.
+    is_observed: AtomicBool,
     /// The id in [`LockEvent::HoldBegan`]. Zero if that event was not emitted.
     observed_id: AtomicU64,
     /// The hold that replaced this one when its lock was converted.
@@ -659,6 +662,7 @@ impl Hold {
             owner,
             guards: AtomicUsize::new(1),
             end_state: AtomicU8::new(HoldState::Held.code()),
+            is_observed: false.into(),
             observed_id: 0.into(),
             successor: OnceLock::new(),
         }))
@@ -787,9 +791,10 @@ impl Hold {
     /// task that acquired the lock, which may not be the task that handed it over.
     pub(crate) fn observe(&self) {
         let grant = &self.grant;
-        if grant.engine().observers.is_empty() || self.observed_id.load(Ordering::Relaxed) != 0 {
+        if grant.engine().observers.is_empty() || self.is_observed.swap(true, Ordering::AcqRel) {
             return;
         }
+        // The calling task has a guard of this hold, so the id is stored before the hold ends.
         self.observed_id.store(grant.begin_observed_hold(self.token), Ordering::Relaxed);
     }
 

@@ -94,7 +94,10 @@ impl ObservedHolds {
         if engine.observers.is_empty() {
             return;
         }
-        for hold in mem::take(&mut *self.open_holds()) {
+        // In a statement of its own, so that the mutex is not locked while observers run: an
+        // observer may drop a guard of this grant.
+        let ended = mem::take(&mut *self.open_holds());
+        for hold in ended {
             hold.emit_end(engine, claim, HoldEnd::Lost(reason));
         }
     }

@@ -496,9 +496,8 @@ impl ZkConfig {
         if !is_valid_path(self.root()) && !is_root_allowed {
             return Err(OptionError::new("root", "is not a valid path; an example is `/locks`"));
         }
-        if self.namespace.as_deref() == Some("") {
-            let problem = "is empty; leave it out for the default";
-            return Err(OptionError::new("namespace", problem));
+        if let Some(namespace) = &self.namespace {
+            OptionError::check_not_empty("namespace", namespace)?;
         }
         let namespace_path = self.namespace.as_ref().map(|namespace| format!("/{namespace}"));
         if self.layout == Layout::Curator

@@ -16,6 +16,11 @@ impl UnaryService<u64> for Ship {
     type Future = Pin<Box<dyn Future<Output = Result<tonic::Response<String>, Status>> + Send>>;
 
     fn call(&mut self, request: tonic::Request<u64>) -> Self::Future {
+        let locked = request.metadata().get("order").and_then(|order| order.to_str().ok());
+        if locked.and_then(|order| order.parse().ok()) != Some(*request.get_ref()) {
+            let status = Status::invalid_argument("message and metadata name different orders");
+            return Box::pin(async move { Err(status) });
+        }
         let token = request.extensions().get::<FencingToken>();
         let text = format!("{} is shipped, fenced: {}", request.get_ref(), token.is_some());
         Box::pin(async move { Ok(tonic::Response::new(text)) })
@@ -24,15 +29,20 @@ impl UnaryService<u64> for Ship {
 
 // ANCHOR: layer
 /// Returns the key of a request. A layer has access to the metadata of a request, but not to its
-/// message.
-fn key_of(request: &Request<Body>) -> Option<String> {
-    let order = request.headers().get("order")?.to_str().ok()?;
-    Some(format!("orders/{order}"))
+/// message, so the service must check that both name the same order. The number is parsed, because
+/// `42` and `042` would be different keys. `Ok(None)` would run a request without a lock.
+fn key_of(request: &Request<Body>) -> Result<String, &'static str> {
+    let order = request.headers().get("order").and_then(|order| order.to_str().ok());
+    let order: u64 = order.and_then(|order| order.parse().ok()).ok_or("no valid order")?;
+    Ok(format!("orders/{order}"))
 }
 
-fn respond(error: LockServiceError<Infallible>) -> Response<Body> {
-    let is_busy = matches!(error, LockServiceError::Busy { .. });
-    let code = if is_busy { Code::Aborted } else { Code::Internal };
+fn respond(error: LockServiceError<Infallible, &'static str>) -> Response<Body> {
+    let code = match error {
+        LockServiceError::Busy { .. } => Code::Aborted,
+        LockServiceError::Key(_) => Code::InvalidArgument,
+        _ => Code::Internal,
+    };
     Status::new(code, error.to_string()).into_http()
 }
 // ANCHOR_END: layer

@@ -172,6 +172,28 @@ async fn the_body_is_dropped_when_the_lock_is_lost() {
     assert!(matches!(error, PayError::Other(LockError::Closed)), "{error:?}");
 }
 
+static WAIT: std::sync::Mutex<Duration> = std::sync::Mutex::new(Duration::from_secs(20));
+
+#[locked(key = "settings", registry = registry, wait = *WAIT.lock().unwrap())]
+async fn with_a_wait_from_a_mutex(registry: &Registry) -> Result<(), LockError> {
+    Ok(())
+}
+
+/// If the mutex guard existed during the wait, the future would not be `Send`.
+#[tokio::test]
+async fn a_mutex_in_an_option_is_not_locked_during_the_wait() {
+    let registry = Registry::in_memory().unwrap();
+    let guard = registry.obtain("settings").lock().await.unwrap();
+    let call = tokio::spawn({
+        let registry = registry.clone();
+        async move { with_a_wait_from_a_mutex(&registry).await }
+    });
+    tokio::task::yield_now().await;
+    assert!(WAIT.try_lock().is_ok());
+    guard.unlock().await.unwrap();
+    call.await.unwrap().unwrap();
+}
+
 #[tokio::test]
 async fn a_dropped_call_releases_its_lock() {
     let (registry, shop) = shop().await;

@@ -13,9 +13,10 @@ use async_trait::async_trait;
 use futures_util::{FutureExt as _, poll};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Invalidations, LockAdmin, LockBackend,
-    LockEvent, LockOptions, LockRegistryExt as _, LostReason, MemoryBackend, Observer, Registry,
-    Release, Renewal,
+    LockEvent, LockGuard, LockOptions, LockRegistryExt as _, LostReason, MemoryBackend, Observer,
+    Owner, Registry, Release, Renewal,
 };
+use tokio::sync::Notify;
 
 /// Acquires, waits, converts, loses and releases in all modes. `observer` receives the events of
 /// one registry. The other registry, which forces a release, has no observer.
@@ -201,6 +202,84 @@ impl Observer for OpenOperations {
             open.entry("acquire").or_default().insert(u64::MAX);
         }
     }
+}
+
+/// Drops its guard when the hold of this guard ends.
+#[derive(Debug, Default)]
+struct GuardOwner(Mutex<Option<LockGuard>>);
+
+impl Observer for GuardOwner {
+    fn on(&self, event: &LockEvent<'_>) {
+        if let LockEvent::HoldEnded { .. } = event {
+            drop(self.0.lock().unwrap().take());
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_observer_may_drop_the_guard_of_a_lost_lock() {
+    let owner = Arc::new(GuardOwner::default());
+    let registry = Registry::builder(Arc::new(MemoryBackend::new()))
+        .observer(Arc::clone(&owner) as Arc<dyn Observer>)
+        .build()
+        .unwrap();
+    *owner.0.lock().unwrap() = Some(registry.obtain("k").lock().await.unwrap());
+    _ = registry.close(Duration::ZERO).await;
+    assert!(owner.0.lock().unwrap().is_none());
+}
+
+/// Blocks the first caller in its event until another caller has the lock too.
+#[derive(Debug)]
+struct SlowObserver {
+    has_begun: Notify,
+    holds: Mutex<(usize, usize)>,
+    other_caller: Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl Observer for SlowObserver {
+    fn on(&self, event: &LockEvent<'_>) {
+        match event {
+            LockEvent::HoldBegan { .. } => {
+                let count = {
+                    let mut holds = self.holds.lock().unwrap();
+                    holds.0 += 1;
+                    holds.0
+                };
+                if count == 1 {
+                    self.has_begun.notify_one();
+                    self.other_caller.lock().unwrap().recv().unwrap();
+                }
+            }
+            LockEvent::HoldEnded { .. } => self.holds.lock().unwrap().1 += 1,
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn callers_of_one_owner_begin_a_hold_once() {
+    let (sender, other_caller) = std::sync::mpsc::channel();
+    let observer = Arc::new(SlowObserver {
+        has_begun: Notify::new(),
+        holds: Mutex::default(),
+        other_caller: Mutex::new(other_caller),
+    });
+    let registry = Registry::builder(Arc::new(MemoryBackend::new()))
+        .observer(Arc::clone(&observer) as Arc<dyn Observer>)
+        .build()
+        .unwrap();
+    let owner = Owner::new();
+    let lock = || {
+        let (lock, options) = (registry.obtain("k"), LockOptions::new().owner(&owner));
+        async move { lock.lock_with(options).await.unwrap() }
+    };
+    let first = tokio::spawn(lock());
+    observer.has_begun.notified().await;
+    let second = lock().await;
+    sender.send(()).unwrap();
+    drop((first.await.unwrap(), second));
+    registry.idle().await;
+    assert_eq!(*observer.holds.lock().unwrap(), (1, 1));
 }
 
 #[tokio::test(start_paused = true)]

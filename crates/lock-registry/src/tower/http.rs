@@ -37,8 +37,14 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Arc::new(lock_registry::connect("memory:").await?);
-    /// // While a request runs, another request for the same order gets status 423.
-    /// let one_at_a_time = LockLayer::new(registry, |request: &Request| request.uri().path().to_owned());
+    /// // While a request runs, another request for the same order gets status 423. The number is
+    /// // parsed, because `/orders/42/ship` and `/orders/042/ship` name the same order.
+    /// let key_of = |request: &Request| {
+    ///     let path = request.uri().path().strip_prefix("/orders/").unwrap_or_default();
+    ///     let order = path.strip_suffix("/ship").unwrap_or_default();
+    ///     order.parse::<u64>().map(|order| format!("orders/{order}"))
+    /// };
+    /// let one_at_a_time = LockLayer::new(registry, key_of);
     /// let app: Router = Router::new()
     ///     .route("/orders/{order}/ship", post(ship))
     ///     .layer(one_at_a_time.http());

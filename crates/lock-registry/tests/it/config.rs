@@ -468,5 +468,11 @@ mod toml_and_variables {
             "{error:?}"
         );
         assert!(!error_text(&error).contains(CANARY) && !format!("{wrong:?}").contains(CANARY));
+
+        for value in ["'redis://u:canary@h'", "['redis://u:canary@h']", "7", "0.5", "true"] {
+            let not_a_table: App = toml::from_str(&format!("locks = {value}")).unwrap();
+            let text = error_text(&not_a_table.locks.check().unwrap_err());
+            assert!(text.contains("table") && !text.contains(CANARY), "{value}: {text}");
+        }
     }
 }

@@ -55,6 +55,7 @@ async fn an_error_has_its_kind_and_no_password() {
     let addr = server.addr();
     for (url, kind) in [
         (format!("mysql://root:wrong-{CANARY}@{addr}/app"), BackendErrorKind::Denied),
+        (format!("mysql://{CANARY}:wrong@{addr}/app"), BackendErrorKind::Denied),
         (format!("mysql://root:{CANARY}@{addr}/missing"), BackendErrorKind::Misconfigured),
         (
             format!("mysql://root:{CANARY}@{addr}/app?create_schema=false"),

@@ -51,13 +51,14 @@ async fn capabilities_report_whether_the_store_listens() {
 }
 
 #[tokio::test]
-async fn a_refused_connection_has_its_kind_and_no_password_is_shown() {
+async fn a_refused_connection_has_its_kind_and_no_login_is_shown() {
     let options = PostgresOptions::new().password("right");
     let server = PostgresServer::start_with(options).await.unwrap();
     let right = server.url();
     connect(&right).await.unwrap();
     for (url, kind) in [
         (right.replace(":right@", ":canary@"), BackendErrorKind::Denied),
+        (right.replace("//postgres:", "//canary:"), BackendErrorKind::Denied),
         (format!("{right}?sslmode=require"), BackendErrorKind::Misconfigured),
         (format!("{right}?create_schema=false&table_prefix=x"), BackendErrorKind::Misconfigured),
         ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),

@@ -8,7 +8,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::MySql;
 use sqlx::mysql::MySqlDatabaseError;
 
-use crate::server::error::READ_ONLY;
+use crate::server::error::{READ_ONLY, client_error};
 pub(super) use crate::server::error::{
     fenced_transaction_open, held_by_caller_transaction, read_only, row_locked, still_connected,
     timed_out,
@@ -52,8 +52,7 @@ impl ServerErrors for MySql {
     }
 
     fn is_row_lock_error(error: &BackendError) -> bool {
-        let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
-        source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
+        source_number(error) == Some(LOCK_WAIT_TIMEOUT)
     }
 
     /// The nodes of some clusters have no named locks.
@@ -77,7 +76,7 @@ pub(super) fn is_no_such_connection(error: &BackendError) -> bool {
 }
 
 fn source_number(error: &BackendError) -> Option<u16> {
-    std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
+    client_error(error).and_then(number_of)
 }
 
 /// Returns whether the server refused access, for example because the user lacks a right.

@@ -449,4 +449,17 @@ mod tests {
         assert_eq!(settings.busy_timeout, seconds(2));
         assert_eq!(settings.purge_after, seconds(90));
     }
+
+    #[test]
+    fn a_time_without_limit_is_refused() {
+        let valid = || PostgresConfig::from_url("postgres://db/shop").unwrap();
+        for config in [
+            valid().with_response_timeout(Duration::MAX),
+            valid().with_busy_timeout(Duration::MAX),
+            valid().with_purge_after(Duration::MAX),
+            valid().with_connect_timeout(Duration::MAX),
+        ] {
+            assert!(config.check().unwrap_err().refused(), "{config:?}");
+        }
+    }
 }

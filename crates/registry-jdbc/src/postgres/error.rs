@@ -8,7 +8,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::Postgres;
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
-use crate::server::error::ErrorClass;
+use crate::server::error::{ErrorClass, client_error};
 pub(super) use crate::server::error::{
     fenced_transaction_open, held_by_caller_transaction, still_connected, timed_out,
 };
@@ -66,8 +66,7 @@ impl ServerErrors for Postgres {
     }
 
     fn is_row_lock_error(error: &BackendError) -> bool {
-        let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
-        source.is_some_and(is_row_locked)
+        client_error(error).is_some_and(is_row_locked)
     }
 }
 
@@ -116,8 +115,7 @@ pub(super) fn row_locked() -> BackendError {
 
 /// Adds a hint to `error` if the user lacks the right to end the connection that holds the key.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
-    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
-    if !source.is_some_and(is_denied) {
+    if !client_error(&error).is_some_and(is_denied) {
         return error;
     }
     let message = "postgres: the key is held by another user's connection, which this user cannot end; grant it membership in that user's role or in pg_signal_backend";

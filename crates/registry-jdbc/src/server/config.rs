@@ -242,15 +242,17 @@ impl ServerSettings {
         self.busy_timeout = match (busy_timeout, timeout) {
             (Some(busy_timeout), _) => busy_timeout,
             // The engine ignores the result of a statement that takes longer than its time-out.
-            (None, Some(timeout)) => Self::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN),
+            (None, Some(timeout)) => {
+                Self::BUSY_TIMEOUT.min(timeout.saturating_mul(5) / 6).max(SERVER_TIME_MIN)
+            }
             (None, None) => Self::BUSY_TIMEOUT,
         };
         // The client must wait longer than a statement can take on the server.
         let longest = self.busy_timeout.max(timeout.unwrap_or_default());
-        let derived = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+        let derived = Self::RESPONSE_TIMEOUT.max(longest.saturating_mul(6) / 5);
         self.response_timeout = response_timeout.unwrap_or(derived);
         // A row must be kept until every statement that could have read it has timed out.
-        let default = Self::PURGE_AFTER.max(self.response_timeout * 2);
+        let default = Self::PURGE_AFTER.max(self.response_timeout.saturating_mul(2));
         self.purge_after = purge_after.unwrap_or(default);
     }
 
@@ -267,6 +269,7 @@ impl ServerSettings {
                 ),
             ));
         }
+        OptionError::check_not_empty("namespace", &self.namespace)?;
         config.check_value("namespace", &self.namespace)?;
         config.check_value("pool", &self.connections.to_string())?;
         config.check_value("row_locks", &self.row_locks.to_string())?;
@@ -294,13 +297,14 @@ impl ServerSettings {
                 ),
             ));
         }
-        if self.purge_after < self.response_timeout * 2 {
+        let purge_after_min = self.response_timeout.saturating_mul(2);
+        if self.purge_after < purge_after_min {
             return Err(OptionError::new(
                 "purge_after",
                 format!(
                     "is {}, less than {}, twice the longest wait for a response (response_timeout)",
                     format_time(self.purge_after),
-                    format_time(self.response_timeout * 2)
+                    format_time(purge_after_min)
                 ),
             ));
         }

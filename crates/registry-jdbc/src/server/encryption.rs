@@ -118,6 +118,14 @@ impl EncryptionSettings {
                 "has no effect, because `sslmode` does not verify the server; write `sslmode=verify-full` or leave `sslmode` out",
             ));
         }
+        if self.pem_files.has_cert()
+            && matches!(self.sslmode, Some(Encryption::Off | Encryption::Preferred))
+        {
+            return Err(OptionError::new(
+                "cert",
+                "may have no effect, because `sslmode` allows connections without encryption; write `sslmode=require` or a mode that verifies the server",
+            ));
+        }
         self.pem_files.validate()?;
         if !cfg!(feature = "tls") && self.encryption.needs_tls() {
             return Err(OptionError::general(

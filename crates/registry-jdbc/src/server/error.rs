@@ -2,13 +2,15 @@
 //! store. The backend adds the server's address. The module `error` of each kind of server
 //! classifies that server's error codes.
 
+use std::error::Error as StdError;
+use std::fmt;
 use std::time::Duration;
 
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::Error;
 
 use super::PoolError;
-use BackendErrorKind::{Misconfigured, Protocol, Transient};
+use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// The kind and message of an error, and whether the server certainly executed nothing.
 pub(crate) type ErrorClass = (BackendErrorKind, &'static str, bool);
@@ -61,8 +63,61 @@ pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
 /// Converts an error of sqlx, with its class.
 pub(crate) fn explain(error: Error, store: &str, class: ErrorClass) -> BackendError {
     let (kind, message, refused) = class;
-    let error = BackendError::new(kind, format!("{store}: {message}")).with_source(error);
+    let source = ClientError { is_redacted: kind == Denied || names_user(&error), error };
+    let error = BackendError::new(kind, format!("{store}: {message}")).with_source(source);
     if refused { error.as_refused() } else { error }
+}
+
+/// Returns whether the text of a server's error may contain the name of the user.
+fn names_user(error: &Error) -> bool {
+    let Error::Database(database) = error else { return false };
+    let text = format!("{database:?}").to_ascii_lowercase();
+    text.contains("user") || text.contains("role")
+}
+
+/// The source of an error: an error of sqlx, without a text that may contain the name of the user.
+struct ClientError {
+    error: Error,
+    is_redacted: bool,
+}
+
+impl ClientError {
+    /// Returns the redacted text, or `None` if the error's own text is shown.
+    fn redacted(&self) -> Option<String> {
+        let Error::Database(database) = &self.error else { return None };
+        let code = database.code().unwrap_or_default();
+        self.is_redacted.then(|| format!("the server returned the error {code}"))
+    }
+}
+
+impl fmt::Debug for ClientError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.redacted() {
+            Some(text) => f.write_str(&text),
+            None => self.error.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for ClientError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.redacted() {
+            Some(text) => f.write_str(&text),
+            None => fmt::Display::fmt(&self.error, f),
+        }
+    }
+}
+
+impl StdError for ClientError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        if self.is_redacted { None } else { self.error.source() }
+    }
+}
+
+/// Returns the error of sqlx that is the source of `error`.
+pub(crate) fn client_error(error: &BackendError) -> Option<&Error> {
+    let source = StdError::source(error)?.downcast_ref::<ClientError>()?;
+    Some(&source.error)
 }
 
 /// Converts the reason for a missing connection. Nothing was sent.

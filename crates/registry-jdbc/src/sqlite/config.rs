@@ -145,13 +145,16 @@ impl BackendConfig for SqliteConfig {
         match (self.explicit_busy_timeout, self.timeout) {
             (Some(busy_timeout), _) => self.busy_timeout = busy_timeout,
             // The engine ignores the result of a statement that takes longer than its time-out.
-            (None, Some(timeout)) => self.busy_timeout = BUSY_TIMEOUT.min(timeout * 5 / 6),
+            (None, Some(timeout)) => {
+                self.busy_timeout = BUSY_TIMEOUT.min(timeout.saturating_mul(5) / 6)
+            }
             (None, None) => {}
         }
         Ok(())
     }
 
     fn validate(&self) -> Result<(), OptionError> {
+        OptionError::check_not_empty("namespace", &self.namespace)?;
         self.check_value("namespace", &self.namespace)
     }
 
