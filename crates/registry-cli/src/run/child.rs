@@ -134,8 +134,12 @@ impl CommandProcess {
         let _ = kill(self.pid, signal);
     }
 
-    /// Returns whether the command's group contains any process.
+    /// Returns whether the command's group contains any process. Do not call this method before
+    /// [`StateChange::Ended`], because it reaps the ended processes of the group.
     pub(crate) fn has_processes(&self) -> bool {
+        // As the first process of a container, or as a child subreaper, `lockreg` inherits the
+        // orphans of the group. An orphan that is not reaped stays in the group.
+        reap_group(self.pid);
         has_processes(self.pid)
     }
 }
@@ -144,6 +148,17 @@ impl CommandProcess {
 /// contains a process.
 pub(super) fn has_processes(group: Pid) -> bool {
     killpg(group, None) != Err(Errno::ESRCH)
+}
+
+/// Reaps all ended processes of `group` that are children of this process.
+fn reap_group(group: Pid) {
+    let is_reaped = || match waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG)) {
+        Ok(WaitStatus::StillAlive) => false,
+        // `EINVAL` means that a real-time signal ended the process, which is reaped too.
+        Ok(_) | Err(Errno::EINTR | Errno::EINVAL) => true,
+        Err(_) => false,
+    };
+    while is_reaped() {}
 }
 
 fn pid_of(child: &Child) -> Pid {

@@ -6,7 +6,9 @@ use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{CommandOutput, TestProcess, TestStore, contents, is_alive, wait_until};
+use crate::support::{
+    CommandOutput, TestProcess, TestStore, children, contents, is_alive, wait_until,
+};
 
 #[test]
 fn the_command_receives_its_arguments_environment_and_streams_unchanged() {
@@ -117,6 +119,28 @@ fn sigterm_ends_the_process_group_of_the_command_and_releases_the_lock() {
         assert!(pids.split(' ').all(|pid| !is_alive(pid)), "{pids}");
         assert_eq!(store.holder("key"), None);
     }
+}
+
+#[test]
+fn as_the_first_process_of_a_container_lockreg_ends_with_the_last_process_of_the_group() {
+    let store = TestStore::new();
+    let mut command = Command::new("unshare");
+    command
+        .args(["--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"])
+        .args([env!("CARGO_BIN_EXE_lockreg"), "run", "--grace", "1h", "key", "--"])
+        .args(["sh", "-c", "sleep 1000 & echo up; wait"])
+        .env("XDG_STATE_HOME", store.folder());
+    let mut container = TestProcess::start(&mut command);
+    let Some(line) = container.next_line_or_end() else {
+        return eprintln!("skipped: no container: {}", container.remaining_stderr());
+    };
+    assert_eq!(line, "up");
+    let lockreg = children(container.pid());
+    let lockreg = nix::unistd::Pid::from_raw(lockreg[0].parse().unwrap());
+    // After the end of the shell, `sleep` becomes a zombie child of `lockreg`.
+    nix::sys::signal::kill(lockreg, Signal::SIGTERM).unwrap();
+    assert_eq!(container.wait(), 143);
+    assert_eq!(store.holder("key"), None);
 }
 
 #[test]
