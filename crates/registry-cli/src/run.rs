@@ -316,13 +316,27 @@ enum Termination {
     Requested {
         kill_at: Instant,
     },
-    /// The command has received SIGKILL. `lockreg` cannot end processes that survive SIGKILL.
-    Killed,
+    /// The command has received SIGKILL. `lockreg` cannot end processes that survive SIGKILL, and
+    /// waits for them only until `wait_until`.
+    Killed {
+        wait_until: Instant,
+    },
+}
+
+impl Termination {
+    /// Returns when to kill the command, or when to stop waiting for its killed processes.
+    fn next_step_at(self) -> Option<Instant> {
+        match self {
+            Self::NotRequested => None,
+            Self::Requested { kill_at: at } | Self::Killed { wait_until: at } => Some(at),
+        }
+    }
 }
 
 impl Supervisor<'_> {
     /// Waits until the command has ended. If its termination was requested, also waits for all
-    /// processes in its group, and kills them after the grace time.
+    /// processes in its group, and kills them after the grace time. Returns at most
+    /// [`KILL_LIMIT`] after SIGKILL and the end of the command.
     async fn until_end(&mut self, observer: &LockObserver, signals: &mut Signals) -> CommandExit {
         let mut renewals = observer.renewals();
         let mut lost = Box::pin(self.guard.lost());
@@ -347,13 +361,18 @@ impl Supervisor<'_> {
             }
         };
         // A command may leave processes running on purpose, unless its termination was requested.
-        while let Termination::Requested { kill_at } = self.termination
+        while let Some(next_step_at) = self.termination.next_step_at()
             && self.running.has_processes()
         {
             let now = Instant::now();
-            if now >= kill_at {
+            if now >= next_step_at {
+                if let Termination::Killed { .. } = self.termination {
+                    break;
+                }
+                // The lock stays held until the processes have ended. A process does not end at
+                // once if the kernel must first finish its system call or free its memory.
                 self.kill();
-                break;
+                continue;
             }
             tokio::select! {
                 biased;
@@ -366,7 +385,7 @@ impl Supervisor<'_> {
                 }
                 // Without a new deadline, the watchdog would treat the lease as expired.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
-                () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
+                () = tokio::time::sleep_until(next_step_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }
         }
         command_exit
@@ -396,7 +415,7 @@ impl Supervisor<'_> {
             Termination::Requested { kill_at: earlier } => {
                 Termination::Requested { kill_at: kill_at.min(earlier) }
             }
-            Termination::Killed => Termination::Killed,
+            killed @ Termination::Killed { .. } => killed,
         };
         self.request_termination(Signal::SIGTERM);
         // From here on, the watchdog acts only shortly before the end of the lease, or if this
@@ -459,7 +478,7 @@ impl Supervisor<'_> {
 
     fn kill(&mut self) {
         self.running.signal_all(Signal::SIGKILL);
-        self.termination = Termination::Killed;
+        self.termination = Termination::Killed { wait_until: Instant::now() + KILL_LIMIT };
     }
 }
 
@@ -494,12 +513,14 @@ async fn lease_ends_within(guard: &HeldLock, margin: Duration) {
 async fn until_kill_time(termination: Termination) {
     match termination {
         Termination::Requested { kill_at } => tokio::time::sleep_until(kill_at).await,
-        Termination::NotRequested | Termination::Killed => std::future::pending().await,
+        Termination::NotRequested | Termination::Killed { .. } => std::future::pending().await,
     }
 }
 
 /// The interval at which the group is checked for remaining processes. The kernel sends no
 /// notification of the end of grandchildren.
 const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How long `lockreg` waits for the end of killed processes before it releases the lock.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// How long before the end of the lease a command is killed, if it must not outlive the lease.
 const KILL_MARGIN: Duration = Duration::from_millis(300);

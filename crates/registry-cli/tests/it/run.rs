@@ -2,6 +2,7 @@
 //! hold`.
 
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
@@ -176,6 +177,28 @@ fn a_command_that_ignores_sigterm_is_killed_after_the_grace_time() {
         assert!(!is_alive(&pid));
         assert_eq!(store.holder("key"), None);
     }
+}
+
+#[test]
+fn after_sigkill_the_lock_is_held_until_the_last_process_of_the_group_has_ended() {
+    let store = TestStore::new();
+    // `setsid` leaves the group, and does not reap its child. The killed child thus stays in the
+    // group, like a process that the kernel cannot end yet.
+    let inner = r#"trap "" TERM; sleep 1000 & echo $! $$; exec setsid sleep 1000"#;
+    let script = format!("trap '' TERM; sh -c '{inner}' & wait");
+    let mut process = store.start(["run", "--grace", "0s", "key", "--", "sh", "-c", &script]);
+    let pids = process.next_line();
+    let (child, parent) = pids.split_once(' ').unwrap();
+    wait_until("the parent to leave the group", || {
+        contents(Path::new(&format!("/proc/{parent}/comm"))) == "sleep\n"
+    });
+    process.signal(Signal::SIGTERM);
+    wait_until("SIGKILL", || !is_alive(child));
+    assert!(store.holder("key").is_some());
+    let parent = nix::unistd::Pid::from_raw(parent.parse().unwrap());
+    nix::sys::signal::kill(parent, Signal::SIGKILL).unwrap();
+    assert_eq!(process.wait(), 137);
+    assert_eq!(store.holder("key"), None);
 }
 
 #[test]
