@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use lock_registry::config::InvalidOption;
 use lock_registry::{ConfigError, LockError};
+use nix::sys::signal::Signal;
 
 /// The result of the command is negative: the key is not locked (`show`, `break`) or has no value
 /// block (`value`), or there is a warning (`doctor --strict`).
@@ -42,6 +43,11 @@ pub(crate) enum CliError {
     Usage(String),
     Config(ConfigError),
     Lock(LockError),
+    /// A signal arrived before the store confirmed the record of a tick.
+    Unconfirmed {
+        key: String,
+        signal: Signal,
+    },
     /// The command of `run` or `elect` is not a program, or this user may not execute it.
     CommandNotExecutable(String),
     CommandNotFound(String),
@@ -82,7 +88,7 @@ impl CliError {
             Self::Config(_) => USAGE,
             Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
             Self::Lock(LockError::Lost { .. }) => LOST,
-            Self::Lock(_) | Self::Directory { .. } => UNAVAILABLE,
+            Self::Lock(_) | Self::Unconfirmed { .. } | Self::Directory { .. } => UNAVAILABLE,
             Self::CommandNotExecutable(_) => COMMAND_NOT_EXECUTABLE,
             Self::CommandNotFound(_) => COMMAND_NOT_FOUND,
             Self::Os { .. } | Self::Listen { .. } => OS,
@@ -143,6 +149,10 @@ impl fmt::Display for CliError {
                 "{store} with mode=session does not record holders, so locks cannot be shown, listed or broken; use mode=lease or mode=row"
             ),
             Self::Lock(error) => fmt::Display::fmt(error, f),
+            Self::Unconfirmed { key, signal } => write!(
+                f,
+                "write the value on {key:?} was not confirmed before {signal}; the tick may be recorded or not"
+            ),
             Self::Directory { directory, .. } => {
                 write!(
                     f,
@@ -163,7 +173,10 @@ impl fmt::Display for CliError {
 impl StdError for CliError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
-            Self::Usage(_) | Self::CommandNotExecutable(_) | Self::CommandNotFound(_) => None,
+            Self::Usage(_)
+            | Self::Unconfirmed { .. }
+            | Self::CommandNotExecutable(_)
+            | Self::CommandNotFound(_) => None,
             Self::Config(error) => error.source(),
             Self::Lock(LockError::InvalidOption(_)) => None,
             Self::Lock(error) => error.source(),

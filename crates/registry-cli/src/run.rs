@@ -210,7 +210,7 @@ impl<'a> LockedRun<'a> {
         let key = guard.key().to_owned();
         let recorded = match (&ended, &recording) {
             (Ok((command_exit, None, _)), Some(recording)) => {
-                recording.complete(&guard, command_exit.status()).await
+                recording.complete(&guard, command_exit.status(), signals).await
             }
             _ => Ok(()),
         };
@@ -225,7 +225,7 @@ impl<'a> LockedRun<'a> {
         };
         if let Err(error) = recorded {
             report_end();
-            return Err(error.into());
+            return Err(error);
         }
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.

@@ -14,7 +14,7 @@ use crate::args::OnceArgs;
 use crate::exit::CliError;
 use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, printable};
-use crate::signals::Signals;
+use crate::signals::{Signals, is_termination_signal};
 
 /// The schedule of a command, before any access to the store.
 #[derive(Debug)]
@@ -122,21 +122,57 @@ impl Recording {
     }
 
     /// Writes the record after the command has ended with `status`. A tick is not done if the
-    /// command failed and failures do not count.
-    pub(crate) async fn complete(&self, guard: &HeldLock, status: u8) -> Result<(), LockError> {
+    /// command failed and failures do not count. After a termination signal, the store has
+    /// [`CONFIRMATION_LIMIT`] to confirm the record.
+    pub(crate) async fn complete(
+        &self,
+        guard: &HeldLock,
+        status: u8,
+        signals: &mut Signals,
+    ) -> Result<(), CliError> {
         match self {
             Self::Tick { counts_failures: false, .. } if status != 0 => Ok(()),
             // `complete` may discard the remaining ticks. A clone suffices, because `lockreg` runs
             // only this tick.
-            Self::Tick { ticks, tick, .. } => guard.complete(&mut ticks.clone(), tick).await,
+            Self::Tick { ticks, tick, .. } => {
+                let mut ticks = ticks.clone();
+                tokio::select! {
+                    biased;
+                    completed = guard.complete(&mut ticks, tick) => Ok(completed?),
+                    signal = after_termination(signals) => {
+                        Err(CliError::Unconfirmed { key: guard.key().to_owned(), signal })
+                    }
+                }
+            }
             // An error is ignored: observers also detect the vacancy by the missing holder.
             Self::VacantRole(vacant_record) => {
-                _ = guard.set_value(vacant_record.to_bytes()).await;
+                tokio::select! {
+                    biased;
+                    _ = guard.set_value(vacant_record.to_bytes()) => {}
+                    _ = after_termination(signals) => {}
+                }
                 Ok(())
             }
         }
     }
 }
+
+/// Returns [`CONFIRMATION_LIMIT`] after a termination signal.
+async fn after_termination(signals: &mut Signals) -> Signal {
+    let signal = loop {
+        // The command is the target of all other signals, such as SIGUSR1.
+        let signal = signals.next_termination().await;
+        if is_termination_signal(signal) {
+            break signal;
+        }
+    };
+    tokio::time::sleep(CONFIRMATION_LIMIT).await;
+    signal
+}
+
+/// How long `lockreg` waits for the confirmation of a record after a termination signal. A signal
+/// that arrives at the end of the command must not prevent a record that the store can confirm.
+const CONFIRMATION_LIMIT: Duration = Duration::from_secs(1);
 
 /// Parses a tick, before any access to the store.
 fn parse_tick(text: &str) -> Result<Tick, CliError> {

@@ -3,7 +3,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::support::TestStore;
+use crate::support::{TestProcess, TestStore, is_alive, wait_until};
 
 #[test]
 fn a_command_runs_once_per_period() {
@@ -79,6 +79,40 @@ fn a_tick_that_cannot_be_recorded_is_an_error_after_the_status_of_the_command() 
     let ended = done.stderr.find("the command ended with status 0");
     let failed = done.stderr.find("write the value on \"key\"");
     assert!(ended.is_some() && ended < failed, "{done:?}");
+}
+
+#[cfg(feature = "sqlite")]
+#[test]
+fn a_signal_ends_lockreg_while_the_store_does_not_confirm_the_tick() {
+    use lock_registry::sqlite::sqlx::{Connection as _, Executor as _, SqliteConnection};
+
+    let store = TestStore::new();
+    let mut command = store.lockreg(["run", "--tick", "1", "--lease", "1h", "key", "--"]);
+    command
+        .args(["sh", "-c", "trap '' TERM; echo $$; read x; exit 0"])
+        .env("LOCK_REGISTRY_TIMEOUT", "1s");
+    let mut process = TestProcess::start(&mut command);
+    let pid = process.next_line();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
+        let mut writer = SqliteConnection::connect(&url).await.unwrap();
+        // Blocks all other writers until the rollback.
+        writer.execute("BEGIN IMMEDIATE").await.unwrap();
+        process.close_stdin();
+        wait_until("the command to be gone", || !is_alive(&pid));
+        // Repeated, because the first signal may still be a signal to the command.
+        wait_until("lockreg to end", || {
+            process.signal(Signal::SIGTERM);
+            process.try_wait().is_some()
+        });
+        writer.execute("ROLLBACK").await.unwrap();
+    });
+    assert_eq!(process.wait(), 69);
+    let stderr = process.remaining_stderr();
+    let ended = stderr.find("the command ended with status 0");
+    let unconfirmed = stderr.find("was not confirmed before SIGTERM");
+    assert!(ended.is_some() && ended < unconfirmed, "{stderr}");
 }
 
 #[test]
