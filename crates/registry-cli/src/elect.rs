@@ -96,6 +96,8 @@ impl Candidate<'_> {
         observer: &LockObserver,
         signals: &mut Signals,
     ) -> Result<RunEnd, CliError> {
+        // The texts of the failure that was reported last, until the next won campaign.
+        let mut reported = None;
         loop {
             let role = self.election.role();
             let text = format!("campaigning for {}", printable(role));
@@ -109,9 +111,17 @@ impl Candidate<'_> {
             };
             // `LockedRun` writes this record when the command ends: the role has no leader.
             let (guard, vacant_record) = match won {
-                Ok(won) => won,
+                Ok(won) => {
+                    reported = None;
+                    won
+                }
                 Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
-                    self.report_failure(&error);
+                    let texts = causes(&error);
+                    // An outage would otherwise print the same line at each retry.
+                    if reported.as_ref() != Some(&texts) {
+                        self.report_failure(&texts);
+                        reported = Some(texts);
+                    }
                     tokio::select! {
                         () = sleep(RETRY_INTERVAL) => continue,
                         signal = signals.next_termination() => {
@@ -142,9 +152,8 @@ impl Candidate<'_> {
         }
     }
 
-    fn report_failure(&self, error: &LockError) {
-        let texts = causes(error);
-        self.output.notice(
+    fn report_failure(&self, texts: &[String]) {
+        self.output.alert(
             "campaign_failed",
             &format!("{}; retrying", texts.join(": ")),
             json!({ "key": self.election.role(), "causes": texts }),

@@ -51,8 +51,8 @@ impl Output {
         }
     }
 
-    /// Prints to stderr even with `--quiet`: a lost lock, a failed release, a release by force over
-    /// HTTP, and the end of a command whose status `lockreg` does not return.
+    /// Prints to stderr even with `--quiet`: a lost lock, a failed release or campaign, a release
+    /// by force over HTTP, and the end of a command whose status `lockreg` does not return.
     pub(crate) fn alert(self, event: &str, text: &str, details: Value) {
         if !self.json {
             return line_to_stderr(&format!("lockreg: {text}"));

@@ -111,6 +111,31 @@ fn a_waiting_candidate_ends_at_a_signal() {
     assert_eq!(holder.finish(), 0);
 }
 
+#[cfg(feature = "sqlite")]
+#[test]
+fn a_store_error_is_printed_once_even_with_quiet() {
+    use lock_registry::sqlite::sqlx::{Connection as _, Executor as _, SqliteConnection};
+
+    let store = TestStore::new();
+    let holder = store.start(["hold", "--lease", "1h", "role"]);
+    holder.next_line();
+    let quiet = start(&store, &["--quiet"]);
+    let loud = start(&store, &[]);
+    loud.wait_for_stderr("campaigning for role");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
+        let mut admin = SqliteConnection::connect(&url).await.unwrap();
+        admin.execute("DROP TABLE lock_registry_locks").await.unwrap();
+    });
+    quiet.wait_for_stderr("; retrying");
+    loud.wait_for_stderr("; retrying");
+    for _ in 0..2 {
+        let line = loud.wait_for_stderr("");
+        assert!(line.contains("campaigning for role"), "{line}");
+    }
+}
+
 #[test]
 fn invalid_candidates_are_refused() {
     let store = TestStore::new();
