@@ -1,11 +1,12 @@
 //! Writes the log to stderr, if it is enabled.
 
+use std::borrow::Cow;
 use std::io::IsTerminal as _;
 
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::CliError;
-use crate::output::LogToStderr;
+use crate::output::{LogToStderr, redact_if_url};
 
 const VARIABLE: &str = "LOCK_REGISTRY_LOG";
 
@@ -25,7 +26,13 @@ pub(crate) fn start(verbose: u8) -> Result<(), CliError> {
         },
     };
     let filter = EnvFilter::builder().parse(&directives).map_err(|error| {
-        CliError::usage(format!("{VARIABLE} is {directives:?}, {error}; write a level such as `debug`, or `lock_registry=trace`"))
+        let shown = redact_if_url(&directives);
+        // The text of the error may quote a part of the URL.
+        let problem = match shown {
+            Cow::Borrowed(_) => error.to_string(),
+            Cow::Owned(_) => "a URL instead of a filter".to_owned(),
+        };
+        CliError::usage(format!("{VARIABLE} is {shown:?}, {problem}; write a level such as `debug`, or `lock_registry=trace`"))
     })?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)

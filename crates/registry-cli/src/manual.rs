@@ -26,10 +26,8 @@ pub(crate) fn man(man: &ManArgs) -> Result<u8, CliError> {
         None => command,
         Some(name) => command.find_subcommand(name).cloned().ok_or_else(|| {
             let known: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
-            CliError::usage(format!(
-                "{name:?} is not a command of lockreg; known commands: {}",
-                known.join(", ")
-            ))
+            // The error does not show the argument, which may be a URL with a password.
+            CliError::usage(format!("unknown command; known commands: {}", known.join(", ")))
         })?,
     };
     let page = page(command).map_err(CliError::Output)?;

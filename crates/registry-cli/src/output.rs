@@ -1,6 +1,7 @@
 //! All output for users and programs: results on stdout, notices and errors on stderr, as text or
 //! as JSON.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
@@ -106,6 +107,11 @@ pub(crate) fn line_to_stderr(line: &str) {
 /// errors.
 pub(crate) fn line_to_stderr_at_once(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// Returns `text` for an error text. Redacts a text that may be a misplaced store URL.
+pub(crate) fn redact_if_url(text: &str) -> Cow<'_, str> {
+    if text.contains("://") { lock_registry::config::redact_url(text).into() } else { text.into() }
 }
 
 /// Waits until the queued lines are written, but at most for [`FLUSH_LIMIT`]. The reader of stderr

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use nix::unistd::{AccessFlags, access};
 
 use crate::exit::CliError;
+use crate::output::redact_if_url;
 
 /// A command whose program file was found.
 #[derive(Debug)]
@@ -27,8 +28,11 @@ impl Program {
 }
 
 fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError> {
-    let not_found =
-        |hint| CliError::CommandNotFound(format!("command {name:?} not found; check its {hint}"));
+    let not_found = |hint| {
+        let shown = name.to_string_lossy();
+        let shown = redact_if_url(&shown);
+        CliError::CommandNotFound(format!("command {shown:?} not found; check its {hint}"))
+    };
     if name.is_empty() {
         return Err(not_found("name"));
     }

@@ -75,6 +75,7 @@ fn a_misplaced_url_is_not_printed() {
         &["--url", url, "--url", url, "list"],
         &["run", url],
         &["schema", url],
+        &["man", url],
         &["bench", "--tasks", url],
         &["run", "--wait", url, "key", "--", "true"],
     ] {
@@ -83,6 +84,13 @@ fn a_misplaced_url_is_not_printed() {
         assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
         assert!(!output_of(&done).contains("canary"), "{arguments:?}: {done:?}");
     }
+    let done = store.run(["run", "key", "--", url]);
+    assert_eq!(done.status, 127, "{done:?}");
+    assert!(done.stderr.contains("redis://***@localhost/0"), "{done:?}");
+    let with_option = format!("{url}?lease=30s");
+    let done = CommandOutput::of(store.lockreg(["list"]).env("LOCK_REGISTRY_LOG", with_option));
+    assert_eq!(done.status, 64, "{done:?}");
+    assert!(!output_of(&done).contains("canary"), "{done:?}");
     let mut joined = store.lockreg([]);
     let done = CommandOutput::of(joined.args([&format!("--ulr={url}"), "list"]));
     assert!(!output_of(&done).contains("canary"), "{done:?}");
