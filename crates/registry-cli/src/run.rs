@@ -31,7 +31,7 @@ use crate::args;
 use crate::exit::{self, CliError, causes};
 use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, printable};
-use crate::signals::{Signals, is_termination_signal};
+use crate::signals::{self, Signals, is_termination_signal};
 use crate::store::StoreConfig;
 
 /// A validated `lockreg run`, before any access to the store.
@@ -255,6 +255,7 @@ impl<'a> LockedRun<'a> {
         // This process may have been stopped since the lock was granted.
         self.guard.check().await?;
         let terminal = Terminal::open();
+        signals::keep_exit_statuses().map_err(CliError::os("cannot handle SIGCHLD"))?;
         let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
         let tick = self.recording.as_ref().and_then(Recording::tick);
         let environment = vec![

@@ -1,9 +1,10 @@
 //! Receives signals as messages. Every thread blocks the signals, and one thread waits for them. No
-//! handler is installed, so that the command inherits unchanged signal dispositions.
+//! handler is installed for them, so that the command inherits unchanged signal dispositions.
 
 use std::io;
 
 use nix::sys::signal::{SigSet, Signal};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 /// The signals that `run` and `elect` pass on to their command. Without a command, most of them end
@@ -75,6 +76,15 @@ impl Signals {
             }
         }
     }
+}
+
+/// Ends the inherited disposition to ignore SIGCHLD, with which the kernel would discard the exit
+/// statuses of child processes. Call this function in the runtime before the first child process.
+///
+/// `tokio` installs a handler and never removes it. A child process starts with the default
+/// disposition, because the kernel resets handlers at an exec.
+pub(crate) fn keep_exit_statuses() -> io::Result<()> {
+    signal(SignalKind::child()).map(drop)
 }
 
 /// Unblocks the signals of [`Signals::catch`] in this thread. The thread has inherited the mask

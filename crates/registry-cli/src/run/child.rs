@@ -4,12 +4,16 @@
 use std::ffi::OsString;
 use std::io::{self, PipeWriter, Write as _};
 use std::os::unix::process::CommandExt as _;
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill, killpg};
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use nix::sys::wait::{Id, waitid};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tokio::sync::{mpsc, oneshot};
@@ -39,6 +43,8 @@ pub(crate) enum StateChange {
 pub(crate) enum CommandExit {
     Status(i32),
     Signal(Signal),
+    /// A signal without a name, which `Signal` cannot represent.
+    RealTimeSignal(i32),
 }
 
 impl CommandExit {
@@ -47,6 +53,7 @@ impl CommandExit {
         match self {
             Self::Status(status) => u8::try_from(status).unwrap_or(u8::MAX),
             Self::Signal(signal) => status_of_signal(signal as i32),
+            Self::RealTimeSignal(number) => status_of_signal(number),
         }
     }
 }
@@ -56,6 +63,7 @@ impl std::fmt::Display for CommandExit {
         match self {
             Self::Status(status) => write!(f, "ended with status {status}"),
             Self::Signal(signal) => write!(f, "was ended by {signal}"),
+            Self::RealTimeSignal(number) => write!(f, "was ended by signal {number}"),
         }
     }
 }
@@ -86,10 +94,9 @@ impl CommandProcess {
         // when the *thread* that started the command ends.
         std::thread::Builder::new().name("command".to_owned()).spawn(move || {
             match command.spawn() {
-                Ok(child) => {
-                    let pid = pid_of(&child);
-                    let _ = started_sender.send(Ok(pid));
-                    wait_for_changes(pid, &change_sender);
+                Ok(mut child) => {
+                    let _ = started_sender.send(Ok(pid_of(&child)));
+                    wait_for_changes(&mut child, &change_sender);
                 }
                 Err(error) => {
                     let _ = started_sender.send(Err(error));
@@ -166,8 +173,13 @@ fn pid_of(child: &Child) -> Pid {
 }
 
 /// Waits until the process ends. Sends each stop and the end.
-fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>) {
+fn wait_for_changes(child: &mut Child, change_sender: &mpsc::UnboundedSender<StateChange>) {
+    let pid = pid_of(child);
     loop {
+        if let Some(number) = wait_for_real_time_signal(child) {
+            let _ = change_sender.send(StateChange::Ended(CommandExit::RealTimeSignal(number)));
+            return;
+        }
         let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
             Ok(WaitStatus::Stopped(_, signal)) => StateChange::Stopped(signal),
             Ok(WaitStatus::Exited(_, status)) => StateChange::Ended(CommandExit::Status(status)),
@@ -175,7 +187,8 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
                 StateChange::Ended(CommandExit::Signal(signal))
             }
             Ok(_) | Err(Errno::EINTR) => continue,
-            // This error cannot occur, because no other code waits for this process.
+            // This error cannot occur. No other code waits for this process, and
+            // `keep_exit_statuses` has set a handler for SIGCHLD.
             Err(_) => StateChange::Ended(CommandExit::Status(i32::from(u8::MAX))),
         };
         let ended = matches!(change, StateChange::Ended(_));
@@ -183,6 +196,23 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
             return;
         }
     }
+}
+
+/// Waits for the next change of the process. If a real-time signal has ended the process, reaps the
+/// process and returns the number of the signal. `waitpid` of `nix` would lose this number.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn wait_for_real_time_signal(child: &mut Child) -> Option<i32> {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT;
+    match waitid(Id::Pid(pid_of(child)), flags) {
+        // `nix` cannot represent the signal.
+        Err(Errno::EINVAL) => child.wait().ok()?.signal(),
+        _ => None,
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+fn wait_for_real_time_signal(_child: &mut Child) -> Option<i32> {
+    None
 }
 
 /// Returns a command that starts this program with a hidden subcommand. On Linux, the command uses

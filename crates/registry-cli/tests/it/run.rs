@@ -44,6 +44,8 @@ fn the_exit_status_is_the_status_of_the_command_as_in_a_shell() {
         ("kill -TERM $$", 143),
         ("kill -KILL $$", 137),
         ("kill -INT $$", 130),
+        // A real-time signal.
+        ("kill -40 $$", 168),
     ] {
         assert_eq!(store.run(["run", "key", "--", "sh", "-c", script]).status, status, "{script}");
         assert_eq!(store.holder("key"), None);
@@ -253,6 +255,21 @@ fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
     assert_eq!(process.next_line(), "usr1");
     process.signal(Signal::SIGTERM);
     assert_eq!(process.wait(), 143);
+}
+
+#[test]
+fn the_status_of_the_command_is_reported_even_if_sigchld_was_ignored_at_the_start() {
+    let store = TestStore::new();
+    let mut command = Command::new("env");
+    command
+        .args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_lockreg")])
+        .args(["run", "key", "--", "sh", "-c", "grep SigIgn: /proc/self/status; exit 7"])
+        .env("XDG_STATE_HOME", store.folder());
+    let done = CommandOutput::of(&mut command);
+    assert_eq!(done.status, 7, "{done:?}");
+    let ignored = done.stdout.split_whitespace().nth(1).unwrap();
+    let ignored = u64::from_str_radix(ignored, 16).unwrap();
+    assert_eq!(ignored & (1 << (Signal::SIGCHLD as u32 - 1)), 0);
 }
 
 #[test]
