@@ -361,6 +361,7 @@ impl Supervisor<'_> {
                 Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
             }
         };
+        self.on_end(command_exit);
         // A command may leave processes running on purpose, unless its termination was requested.
         while let Some(next_step_at) = self.termination.next_step_at()
             && self.running.has_processes()
@@ -442,6 +443,18 @@ impl Supervisor<'_> {
             // Only the command receives the signal. Other processes of its group may not handle the
             // signal, and would end.
             signal => self.running.signal(signal),
+        }
+    }
+
+    /// The terminal sends the signal of a key, such as Ctrl-C, only to its foreground group. After
+    /// such a signal, the rest of that group is ended as if `lockreg` had received the signal.
+    fn on_end(&mut self, command_exit: CommandExit) {
+        if let CommandExit::Signal(signal @ (Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)) =
+            command_exit
+            && let Termination::NotRequested = self.termination
+            && self.terminal.is_foreground(self.running.group())
+        {
+            self.on_signal(signal);
         }
     }
 

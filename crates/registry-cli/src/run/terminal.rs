@@ -68,7 +68,8 @@ impl Terminal {
         }
     }
 
-    fn is_foreground(&self, group: Pid) -> bool {
+    /// Returns whether `group` is the foreground group of the terminal.
+    pub(crate) fn is_foreground(&self, group: Pid) -> bool {
         self.tty.as_ref().is_some_and(|tty| tcgetpgrp(tty) == Ok(group))
     }
 

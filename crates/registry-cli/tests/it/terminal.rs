@@ -136,6 +136,25 @@ fn a_job_that_is_stopped_beyond_its_lease_loses_its_lock() {
 }
 
 #[test]
+fn after_ctrl_c_the_lock_is_held_until_the_last_process_of_the_command_has_ended() {
+    let store = TestStore::new();
+    let mut shell = Shell::start(&store);
+    // SIGINT ends only `sleep`. A shell starts its background processes with SIGINT ignored.
+    let script = r#"echo up; while kill -0 $PPID; do sleep 0.1; done 2> /dev/null; sleep 1; $LOCKREG show key; echo "shown $?.""#;
+    std::fs::write(store.path("script"), script).unwrap();
+    let script = store.path("script").display().to_string();
+    shell.type_keys(&format!(
+        "$LOCKREG run --grace 80s key -- sh -c 'sh {script} & exec sleep 1000'; echo \"status $?.\"\n"
+    ));
+    shell.wait_for("up\r\n");
+    shell.type_keys("\x03");
+    shell.wait_for("shown 0.");
+    shell.wait_for("status 130.");
+    shell.type_keys("$LOCKREG show key; echo \"status $?.\"\n");
+    shell.wait_for("status 1.");
+}
+
+#[test]
 fn in_a_pipeline_the_command_gets_the_terminal_when_it_reads_from_it() {
     let store = TestStore::new();
     let mut shell = Shell::start(&store);
