@@ -435,9 +435,16 @@ impl Supervisor<'_> {
                 self.request_termination(signal);
             }
             Signal::SIGTSTP => {
+                // The terminal sends SIGTSTP to this group only if the command does not have the
+                // terminal. Another process of a pipeline may then use it (`lockreg run … | less`).
+                let had_terminal = self.terminal.is_foreground(self.running.group());
                 self.running.signal_all(signal);
                 terminal::stop_self();
-                self.resume();
+                if had_terminal {
+                    self.resume_with_terminal();
+                } else {
+                    self.resume();
+                }
             }
             Signal::SIGWINCH => self.running.signal_all(signal),
             // Only the command receives the signal. Other processes of its group may not handle the
@@ -465,19 +472,26 @@ impl Supervisor<'_> {
         }
         match self.terminal.after_stop(self.running.group(), signal) {
             AfterStop::Ignore => {}
-            AfterStop::Resume => self.resume(),
+            AfterStop::Resume => self.resume_with_terminal(),
             AfterStop::StopJob => {
                 self.terminal.reclaim(self.running.group());
                 terminal::stop_job();
-                self.resume();
+                self.resume_with_terminal();
             }
         }
+    }
+
+    /// As [`resume`](Self::resume), and gives the terminal to the command.
+    fn resume_with_terminal(&self) {
+        if self.guard.is_held() {
+            self.terminal.move_to(self.running.group());
+        }
+        self.resume();
     }
 
     /// Continues a stopped command, unless the lock was lost in the meantime.
     fn resume(&self) {
         if self.guard.is_held() {
-            self.terminal.move_to(self.running.group());
             self.running.signal_all(Signal::SIGCONT);
         }
     }

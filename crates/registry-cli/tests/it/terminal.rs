@@ -180,6 +180,31 @@ fn in_a_pipeline_ctrl_c_ends_the_command() {
 }
 
 #[test]
+fn in_a_pipeline_that_was_stopped_and_resumed_the_other_program_keeps_the_terminal() {
+    let store = TestStore::new();
+    let mut shell = Shell::start(&store);
+    let reader =
+        r#"'read -r up; echo "$up"; while read -r line < /dev/tty; do echo "got ${line}!"; done'"#;
+    shell.type_keys(&format!(
+        "$LOCKREG run --lease 5m key -- sh -c 'echo u''p; exec sleep 1000' | sh -c {reader}\n"
+    ));
+    shell.wait_for("up\r\n");
+    shell.type_keys("\x1a");
+    shell.wait_for("Stopped");
+    shell.type_keys("fg\n");
+    shell.wait_for("run --lease 5m key");
+    for line in ["one", "two"] {
+        shell.type_keys(&format!("{line}\n"));
+        shell.wait_for(&format!("got {line}!"));
+    }
+    shell.type_keys("\x03");
+    // Ctrl-C discards input that was typed before it is handled.
+    shell.wait_for("$ ");
+    shell.type_keys("$LOCKREG show key\n");
+    shell.wait_for("key is not locked");
+}
+
+#[test]
 fn a_waiter_on_a_dumb_terminal_prints_a_line() {
     let store = TestStore::new();
     let holder = store.start(["hold", "--label", "worker 7", "key"]);
