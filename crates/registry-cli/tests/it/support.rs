@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead as _, BufReader, PipeReader, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -135,11 +135,6 @@ impl TestProcess {
         self.stdout.next()
     }
 
-    /// Waits for the next line of stdout. Returns `None` at the end of stdout.
-    pub(crate) fn next_line_or_end(&self) -> Option<String> {
-        self.stdout.next_or_end()
-    }
-
     /// Waits for the next line of stdout, and parses it as JSON.
     pub(crate) fn next_json(&self) -> serde_json::Value {
         serde_json::from_str(&self.next_line()).unwrap()
@@ -226,15 +221,7 @@ impl Lines {
     }
 
     fn next(&self) -> String {
-        self.next_or_end().expect("another line")
-    }
-
-    fn next_or_end(&self) -> Option<String> {
-        match self.0.recv_timeout(TEST_TIMEOUT) {
-            Ok(line) => Some(line),
-            Err(RecvTimeoutError::Disconnected) => None,
-            Err(RecvTimeoutError::Timeout) => panic!("waited {TEST_TIMEOUT:?} for a line"),
-        }
+        self.0.recv_timeout(TEST_TIMEOUT).expect("another line")
     }
 
     fn rest(&self) -> String {
