@@ -154,8 +154,13 @@ impl<'de> Visitor<'de> for SectionVisitor {
         Ok(not_a_table())
     }
 
+    /// An empty section of YAML.
     fn visit_unit<E>(self) -> Result<RegistryConfig, E> {
-        Ok(not_a_table())
+        Ok(RegistryConfig::new())
+    }
+
+    fn visit_none<E>(self) -> Result<RegistryConfig, E> {
+        Ok(RegistryConfig::new())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<RegistryConfig, A::Error> {

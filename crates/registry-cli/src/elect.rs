@@ -1,7 +1,7 @@
 //! `lockreg elect`: runs a command while this process leads a role.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lock_registry::election::Election;
 use lock_registry::observe::Observer;
@@ -96,12 +96,15 @@ impl Candidate<'_> {
         observer: &LockObserver,
         signals: &mut Signals,
     ) -> Result<RunEnd, CliError> {
-        // The texts of the failure that was reported last, until the next won campaign.
-        let mut reported = None;
+        // The texts of the last reported failure, and when it was reported. Cleared when a campaign
+        // is won.
+        let mut reported: Option<(Vec<String>, Instant)> = None;
         loop {
             let role = self.election.role();
-            let text = format!("campaigning for {}", printable(role));
-            self.output.notice("campaigning", &text, json!({ "key": role }));
+            if reported.is_none() {
+                let text = format!("campaigning for {}", printable(role));
+                self.output.notice("campaigning", &text, json!({ "key": role }));
+            }
             let won = tokio::select! {
                 biased;
                 won = self.election.campaign() => won,
@@ -118,9 +121,12 @@ impl Candidate<'_> {
                 Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
                     let texts = causes(&error);
                     // An outage would otherwise print the same line at each retry.
-                    if reported.as_ref() != Some(&texts) {
+                    let was_reported = reported
+                        .as_ref()
+                        .is_some_and(|(last, at)| *last == texts && at.elapsed() < REPORT_INTERVAL);
+                    if !was_reported {
                         self.report_failure(&texts);
-                        reported = Some(texts);
+                        reported = Some((texts, Instant::now()));
                     }
                     tokio::select! {
                         () = sleep(RETRY_INTERVAL) => continue,
@@ -161,6 +167,8 @@ impl Candidate<'_> {
     }
 }
 
+/// How often the same failure of campaigns is printed.
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// The pause after a failed campaign.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// The termination of the command begins when the last third of the lease begins. Renewals begin

@@ -9,7 +9,6 @@ use std::path::PathBuf;
 
 use lock_registry::config::InvalidOption;
 use lock_registry::{ConfigError, LockError};
-use nix::sys::signal::Signal;
 
 /// The result of the command is negative: the key is not locked (`show`, `break`) or has no value
 /// block (`value`), or there is a warning (`doctor --strict`).
@@ -43,10 +42,9 @@ pub(crate) enum CliError {
     Usage(String),
     Config(ConfigError),
     Lock(LockError),
-    /// A signal arrived before the store confirmed the record of a tick.
+    /// The store did not confirm the record of a tick in time after a termination signal.
     Unconfirmed {
         key: String,
-        signal: Signal,
     },
     /// The command of `run` or `elect` is not a program, or this user may not execute it.
     CommandNotExecutable(String),
@@ -149,9 +147,9 @@ impl fmt::Display for CliError {
                 "{store} with mode=session does not record holders, so locks cannot be shown, listed or broken; use mode=lease or mode=row"
             ),
             Self::Lock(error) => fmt::Display::fmt(error, f),
-            Self::Unconfirmed { key, signal } => write!(
+            Self::Unconfirmed { key } => write!(
                 f,
-                "write the value on {key:?} was not confirmed before {signal}; the tick may be recorded or not"
+                "the record of the tick on {key:?} was not confirmed in time after a signal; the tick may be recorded or not"
             ),
             Self::Directory { directory, .. } => {
                 write!(

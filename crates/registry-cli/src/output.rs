@@ -109,7 +109,7 @@ pub(crate) fn line_to_stderr_at_once(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Returns `text` for an error text. Redacts a text that may be a misplaced store URL.
+/// Returns `text` as an error may show it: redacted if it may be a misplaced store URL.
 pub(crate) fn redact_if_url(text: &str) -> Cow<'_, str> {
     if text.contains("://") { lock_registry::config::redact_url(text).into() } else { text.into() }
 }

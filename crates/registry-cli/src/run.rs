@@ -209,8 +209,8 @@ impl<'a> LockedRun<'a> {
         };
         let key = guard.key().to_owned();
         let recorded = match (&ended, &recording) {
-            (Ok((command_exit, None, _)), Some(recording)) => {
-                recording.complete(&guard, command_exit.status(), signals).await
+            (Ok((command_exit, None, is_end_requested)), Some(recording)) => {
+                recording.complete(&guard, command_exit.status(), *is_end_requested, signals).await
             }
             _ => Ok(()),
         };
@@ -336,8 +336,9 @@ impl Termination {
 
 impl Supervisor<'_> {
     /// Waits until the command has ended. If its termination was requested, also waits for all
-    /// processes in its group, and kills them after the grace time. Returns at most
-    /// [`KILL_LIMIT`] after SIGKILL and the end of the command.
+    /// processes in its group, and kills them after the grace time. After SIGKILL, waits for the
+    /// end of the command, however long that takes, and for the rest of the group until
+    /// [`KILL_LIMIT`].
     async fn until_end(&mut self, observer: &LockObserver, signals: &mut Signals) -> CommandExit {
         let mut renewals = observer.renewals();
         let mut lost = Box::pin(self.guard.lost());
@@ -369,6 +370,11 @@ impl Supervisor<'_> {
             let now = Instant::now();
             if now >= next_step_at {
                 if let Termination::Killed { .. } = self.termination {
+                    self.output.alert(
+                        "survived",
+                        "processes of the command survived SIGKILL; the lock is released",
+                        json!({ "key": self.guard.key() }),
+                    );
                     break;
                 }
                 // The lock stays held until the processes have ended. A process does not end at
@@ -453,15 +459,25 @@ impl Supervisor<'_> {
         }
     }
 
-    /// The terminal sends the signal of a key, such as Ctrl-C, only to its foreground group. After
-    /// such a signal, the rest of that group is ended as if `lockreg` had received the signal.
+    /// Ctrl-C reaches the command's group directly, so `lockreg` does not receive it. If it has
+    /// ended the command, the rest of the group has the grace time to end.
     fn on_end(&mut self, command_exit: CommandExit) {
-        if let CommandExit::Signal(signal @ (Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)) =
-            command_exit
+        let is_by_key = match command_exit {
+            CommandExit::Signal(signal) => {
+                matches!(signal, Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)
+            }
+            // A program that handles the signal exits with the status that a shell would report.
+            CommandExit::Status(status) => matches!(status, 129..=131),
+            CommandExit::RealTimeSignal(_) => false,
+        };
+        if is_by_key
             && let Termination::NotRequested = self.termination
             && self.terminal.is_foreground(self.running.group())
         {
-            self.on_signal(signal);
+            // The whole group has received the signal. Many programs abort their shutdown at a
+            // second one.
+            self.is_end_requested = true;
+            self.termination = Termination::Requested { kill_at: Instant::now() + self.grace };
         }
     }
 
@@ -481,7 +497,7 @@ impl Supervisor<'_> {
         }
     }
 
-    /// As [`resume`](Self::resume), and gives the terminal to the command.
+    /// Gives the terminal to the command and continues it, unless the lock was lost.
     fn resume_with_terminal(&self) {
         if self.guard.is_held() {
             self.terminal.move_to(self.running.group());

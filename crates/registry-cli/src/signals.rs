@@ -78,8 +78,8 @@ impl Signals {
     }
 }
 
-/// Ends the inherited disposition to ignore SIGCHLD, with which the kernel would discard the exit
-/// statuses of child processes. Call this function in the runtime before the first child process.
+/// Stops ignoring SIGCHLD, if this process inherited that. While SIGCHLD is ignored, the kernel
+/// discards the exit statuses of child processes. Call this in the runtime, before the first child.
 ///
 /// `tokio` installs a handler and never removes it. A child process starts with the default
 /// disposition, because the kernel resets handlers at an exec.

@@ -521,8 +521,8 @@ impl OptionError {
         Err(Self::new(option, format!("is {time}, not between {min} and {max}")))
     }
 
-    /// Checks that a text is not empty. An empty namespace usually comes from a variable without a
-    /// value, and would silently be another namespace than the default.
+    /// Checks that the text of an option is not empty. An empty namespace usually comes from an
+    /// unset variable. If it were accepted, it would be a namespace of its own, not the default.
     ///
     /// # Errors
     /// [`OptionError`] if the text is empty.

@@ -630,8 +630,8 @@ pub(crate) struct Hold {
     guards: AtomicUsize,
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
-    /// A caller has begun to emit [`LockEvent::HoldBegan`]. Several callers of one owner can get
-    /// guards of the same hold at the same time.
+    /// Whether a caller has begun to emit [`LockEvent::HoldBegan`]. Several callers of one owner
+    /// can get guards of the same hold at the same time.
     is_observed: AtomicBool,
     /// The id in [`LockEvent::HoldBegan`]. Zero if that event was not emitted.
     observed_id: AtomicU64,

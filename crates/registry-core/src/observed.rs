@@ -94,8 +94,8 @@ impl ObservedHolds {
         if engine.observers.is_empty() {
             return;
         }
-        // In a statement of its own, so that the mutex is not locked while observers run: an
-        // observer may drop a guard of this grant.
+        // Taken in a statement of its own: in the head of the loop, the mutex would stay locked
+        // while observers run, and an observer may drop a guard of this grant.
         let ended = mem::take(&mut *self.open_holds());
         for hold in ended {
             hold.emit_end(engine, claim, HoldEnd::Lost(reason));

@@ -70,6 +70,13 @@ async fn an_error_has_its_kind_and_no_password() {
     ] {
         assert_eq!(refused(&url).await, kind);
     }
+    // A user who may not create the missing tables.
+    let grant = format!(
+        "CREATE USER {CANARY} IDENTIFIED BY 'right'; GRANT SELECT, INSERT, UPDATE, DELETE ON app.* TO {CANARY}"
+    );
+    server.sql(&grant).await.unwrap();
+    let url = format!("mysql://{CANARY}:right@{addr}/app?table_prefix=missing");
+    assert_eq!(refused(&url).await, BackendErrorKind::Denied);
     for option in ["schema=locks", "prepared=false", "listen=off", "replicas=1"] {
         let error = connect(&format!("{}?{option}", server.url())).await.unwrap_err();
         assert!(

@@ -43,7 +43,7 @@ pub(crate) enum StateChange {
 pub(crate) enum CommandExit {
     Status(i32),
     Signal(Signal),
-    /// A signal without a name, which `Signal` cannot represent.
+    /// A real-time signal, which `Signal` cannot represent.
     RealTimeSignal(i32),
 }
 

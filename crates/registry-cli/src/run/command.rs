@@ -62,8 +62,10 @@ fn find(name: &OsStr, search_path: Option<OsString>) -> Result<PathBuf, CliError
 }
 
 fn not_executable(name: &OsStr) -> CliError {
+    let shown = name.to_string_lossy();
+    let shown = redact_if_url(&shown);
     CliError::CommandNotExecutable(format!(
-        "command {name:?} is not executable; check that it is a file and that you have the permission to execute it"
+        "command {shown:?} is not executable; check that it is a file and that you have the permission to execute it"
     ))
 }
 

@@ -122,12 +122,13 @@ impl Recording {
     }
 
     /// Writes the record after the command has ended with `status`. A tick is not done if the
-    /// command failed and failures do not count. After a termination signal, the store has
-    /// [`CONFIRMATION_LIMIT`] to confirm the record.
+    /// command failed and failures do not count. After a termination signal, which may already have
+    /// ended the command, the store has [`CONFIRMATION_LIMIT`] to confirm the record.
     pub(crate) async fn complete(
         &self,
         guard: &HeldLock,
         status: u8,
+        is_end_requested: bool,
         signals: &mut Signals,
     ) -> Result<(), CliError> {
         match self {
@@ -139,8 +140,8 @@ impl Recording {
                 tokio::select! {
                     biased;
                     completed = guard.complete(&mut ticks, tick) => Ok(completed?),
-                    signal = after_termination(signals) => {
-                        Err(CliError::Unconfirmed { key: guard.key().to_owned(), signal })
+                    () = after_termination(is_end_requested, signals) => {
+                        Err(CliError::Unconfirmed { key: guard.key().to_owned() })
                     }
                 }
             }
@@ -149,7 +150,7 @@ impl Recording {
                 tokio::select! {
                     biased;
                     _ = guard.set_value(vacant_record.to_bytes()) => {}
-                    _ = after_termination(signals) => {}
+                    () = after_termination(is_end_requested, signals) => {}
                 }
                 Ok(())
             }
@@ -157,17 +158,11 @@ impl Recording {
     }
 }
 
-/// Returns [`CONFIRMATION_LIMIT`] after a termination signal.
-async fn after_termination(signals: &mut Signals) -> Signal {
-    let signal = loop {
-        // The command is the target of all other signals, such as SIGUSR1.
-        let signal = signals.next_termination().await;
-        if is_termination_signal(signal) {
-            break signal;
-        }
-    };
+/// Waits for a termination signal unless `is_end_requested`, then for [`CONFIRMATION_LIMIT`].
+async fn after_termination(is_end_requested: bool, signals: &mut Signals) {
+    // All other signals, such as SIGUSR1, are meant for the command, which has ended.
+    while !is_end_requested && !is_termination_signal(signals.next_termination().await) {}
     tokio::time::sleep(CONFIRMATION_LIMIT).await;
-    signal
 }
 
 /// How long `lockreg` waits for the confirmation of a record after a termination signal. A signal

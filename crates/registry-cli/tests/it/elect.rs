@@ -114,26 +114,35 @@ fn a_waiting_candidate_ends_at_a_signal() {
 #[cfg(feature = "sqlite")]
 #[test]
 fn a_store_error_is_printed_once_even_with_quiet() {
-    use lock_registry::sqlite::sqlx::{Connection as _, Executor as _, SqliteConnection};
+    use lock_registry::sqlite::sqlx::{
+        AssertSqlSafe, Connection as _, Executor as _, SqliteConnection,
+    };
 
     let store = TestStore::new();
     let holder = store.start(["hold", "--lease", "1h", "role"]);
     holder.next_line();
-    let quiet = start(&store, &["--quiet"]);
+    let mut quiet = start(&store, &["--quiet"]);
     let loud = start(&store, &[]);
     loud.wait_for_stderr("campaigning for role");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    let rename = |from: &str, to: &str| {
         let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
-        let mut admin = SqliteConnection::connect(&url).await.unwrap();
-        admin.execute("DROP TABLE lock_registry_locks").await.unwrap();
-    });
+        let statement = format!("ALTER TABLE {from} RENAME TO {to}");
+        runtime.block_on(async {
+            let mut admin = SqliteConnection::connect(&url).await.unwrap();
+            admin.execute(AssertSqlSafe(statement)).await.unwrap();
+        });
+    };
+    rename("lock_registry_locks", "other");
     quiet.wait_for_stderr("; retrying");
     loud.wait_for_stderr("; retrying");
-    for _ in 0..2 {
-        let line = loud.wait_for_stderr("");
-        assert!(line.contains("campaigning for role"), "{line}");
-    }
+    quiet.signal(Signal::SIGTERM);
+    quiet.wait();
+    assert_eq!(quiet.remaining_stderr(), "");
+    rename("other", "lock_registry_locks");
+    assert_eq!(holder.finish(), 0);
+    let line = loud.wait_for_stderr("");
+    assert!(line.contains("leading role"), "{line}");
 }
 
 #[test]

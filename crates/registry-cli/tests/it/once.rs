@@ -101,7 +101,7 @@ fn a_signal_ends_lockreg_while_the_store_does_not_confirm_the_tick() {
         writer.execute("BEGIN IMMEDIATE").await.unwrap();
         process.close_stdin();
         wait_until("the command to be gone", || !is_alive(&pid));
-        // Repeated, because the first signal may still be a signal to the command.
+        // Repeated: `lockreg` may still forward the first signal to the command, which has ended.
         wait_until("lockreg to end", || {
             process.signal(Signal::SIGTERM);
             process.try_wait().is_some()
@@ -111,7 +111,7 @@ fn a_signal_ends_lockreg_while_the_store_does_not_confirm_the_tick() {
     assert_eq!(process.wait(), 69);
     let stderr = process.remaining_stderr();
     let ended = stderr.find("the command ended with status 0");
-    let unconfirmed = stderr.find("was not confirmed before SIGTERM");
+    let unconfirmed = stderr.find("was not confirmed in time");
     assert!(ended.is_some() && ended < unconfirmed, "{stderr}");
 }
 

@@ -40,7 +40,10 @@ impl ServerErrors for MySql {
             }
             other => error::classify_client_error(other),
         };
-        error::explain(error, STORE, class)
+        // Missing rights, failed logins, and limits of a user.
+        let names_user = |number: &u16| class.0 == Denied || matches!(number, 1203 | 1226 | 1449);
+        let redacted_code = number_of(&error).filter(names_user).map(|number| number.to_string());
+        error::explain(error, STORE, class, redacted_code)
     }
 
     fn lacks_lock_tables(error: &sqlx::Error) -> bool {

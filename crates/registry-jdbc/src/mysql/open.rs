@@ -79,7 +79,8 @@ async fn create_tables(
         return Err(MySql::explain(error));
     }
     let message = "mysql: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema mysql`";
-    Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
+    let source = MySql::explain(error);
+    Err(BackendError::new(BackendErrorKind::Denied, message).with_source(source).as_refused())
 }
 
 /// Refuses tables of a version before the first release, whose column `label` is too small for the

@@ -54,7 +54,12 @@ impl ServerErrors for Postgres {
             }
             other => server::error::classify_client_error(other),
         };
-        server::error::explain(error, STORE, class)
+        // Failed logins, an unknown database (by default that of the user's name), limits of a
+        // role, and errors of a pooler.
+        let names_user =
+            |code: &&str| code.starts_with("28") || matches!(*code, "3D000" | "53300" | "08P01");
+        let redacted_code = code_of(&error).filter(names_user).map(str::to_owned);
+        server::error::explain(error, STORE, class, redacted_code)
     }
 
     fn lacks_lock_tables(error: &sqlx::Error) -> bool {

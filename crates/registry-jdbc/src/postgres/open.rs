@@ -45,7 +45,7 @@ async fn check_tables(
                 (None, Err(error)) if error::is_denied(&error) => {
                     let message = "postgres: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema postgres`";
                     return Err(BackendError::new(BackendErrorKind::Denied, message)
-                        .with_source(error)
+                        .with_source(Postgres::explain(error))
                         .as_refused());
                 }
                 (None, Err(error)) => return Err(Postgres::explain(error)),

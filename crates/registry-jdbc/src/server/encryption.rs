@@ -61,7 +61,7 @@ impl EncryptionSettings {
             what: "TLS mode",
             names: &["disable", "prefer", "require", "verify-ca", "verify-full"],
         },
-        "`prefer`; with `ca` `verify-full`",
+        "`prefer`; with `cert` `require`; with `ca` `verify-full`",
         "whether connections are encrypted, and whether the server is verified",
     );
 
@@ -123,7 +123,7 @@ impl EncryptionSettings {
         {
             return Err(OptionError::new(
                 "cert",
-                "may have no effect, because `sslmode` allows connections without encryption; write `sslmode=require` or a mode that verifies the server",
+                "may have no effect, because `sslmode` allows connections without encryption; write `sslmode=require` or leave `sslmode` out",
             ));
         }
         self.pem_files.validate()?;
@@ -155,6 +155,9 @@ impl EncryptionSettings {
             }
             if pem.client.is_some() {
                 self.client = pem.client;
+                if !self.encryption.needs_tls() {
+                    self.encryption = Encryption::Required;
+                }
             }
         }
         self.encryption = self.sslmode.unwrap_or(self.encryption);

@@ -10,7 +10,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::Error;
 
 use super::PoolError;
-use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
+use BackendErrorKind::{Misconfigured, Protocol, Transient};
 
 /// The kind and message of an error, and whether the server certainly executed nothing.
 pub(crate) type ErrorClass = (BackendErrorKind, &'static str, bool);
@@ -60,33 +60,40 @@ pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
     }
 }
 
-/// Converts an error of sqlx, with its class.
-pub(crate) fn explain(error: Error, store: &str, class: ErrorClass) -> BackendError {
+/// Converts an error of sqlx, with its class. `redacted_code` is the server's code of an error
+/// whose text may contain the name of the user.
+pub(crate) fn explain(
+    error: Error,
+    store: &str,
+    class: ErrorClass,
+    redacted_code: Option<String>,
+) -> BackendError {
     let (kind, message, refused) = class;
-    let source = ClientError { is_redacted: kind == Denied || names_user(&error), error };
+    let source = ClientError { redacted_code: redacted_code.or_else(|| named_user(&error)), error };
     let error = BackendError::new(kind, format!("{store}: {message}")).with_source(source);
     if refused { error.as_refused() } else { error }
 }
 
-/// Returns whether the text of a server's error may contain the name of the user.
-fn names_user(error: &Error) -> bool {
-    let Error::Database(database) = error else { return false };
-    let text = format!("{database:?}").to_ascii_lowercase();
-    text.contains("user") || text.contains("role")
+/// Returns the code of a server's error whose text seems to name a user.
+fn named_user(error: &Error) -> Option<String> {
+    let Error::Database(database) = error else { return None };
+    let text = database.message().to_lowercase();
+    let names_user = ["user \"", "user '", "role \"", "'@'"].iter().any(|part| text.contains(part));
+    names_user.then(|| database.code().unwrap_or_default().into_owned())
 }
 
-/// The source of an error: an error of sqlx, without a text that may contain the name of the user.
+/// An error of sqlx as the source of a [`BackendError`]. Its text is hidden if it may contain the
+/// name of the user.
 struct ClientError {
     error: Error,
-    is_redacted: bool,
+    redacted_code: Option<String>,
 }
 
 impl ClientError {
     /// Returns the redacted text, or `None` if the error's own text is shown.
     fn redacted(&self) -> Option<String> {
-        let Error::Database(database) = &self.error else { return None };
-        let code = database.code().unwrap_or_default();
-        self.is_redacted.then(|| format!("the server returned the error {code}"))
+        let code = self.redacted_code.as_ref()?;
+        Some(format!("the server returned the error {code}; its log has the text"))
     }
 }
 
@@ -110,7 +117,7 @@ impl fmt::Display for ClientError {
 
 impl StdError for ClientError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        if self.is_redacted { None } else { self.error.source() }
+        if self.redacted_code.is_some() { None } else { self.error.source() }
     }
 }
 
@@ -225,7 +232,7 @@ mod tests {
 
     fn explained(error: Error) -> BackendError {
         let class = classify_client_error(&error);
-        explain(error, STORE, class)
+        explain(error, STORE, class, None)
     }
 
     #[test]

@@ -660,7 +660,7 @@ mod tests {
     #[tokio::test]
     async fn equal_keys_in_different_namespaces_are_different_locks() {
         let folder = TestFolder::new();
-        let namespaces = ["", "a", "A", "a\0", "a ", "ä", "a\u{308}"];
+        let namespaces = ["b", "a", "A", "a\0", "a ", "ä", "a\u{308}"];
         let mut backends = Vec::new();
         for namespace in namespaces {
             let clock = ManualClock::with_boot_id(1);
