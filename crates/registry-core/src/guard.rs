@@ -356,8 +356,8 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
     let singles: Vec<_> = singles
         .into_iter()
         .map(|ending| {
-            let background = ending.grant().engine().background.clone();
-            Call::releasing_claim(&background, Box::pin(release_ending(ending)))
+            let engine = Arc::clone(ending.grant().engine());
+            release_call(&engine, release_ending(ending))
         })
         .collect();
     let singles = join_all(singles);
@@ -368,8 +368,8 @@ pub(crate) async fn unlock_all(guards: Vec<LockGuard>) -> Result<(), LockError> 
 /// Releases the claims of one shard with one request. Then waits for the outcome of each release.
 async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockError>> {
     let Some((first, _)) = batch.first() else { return Vec::new() };
-    let background = first.grant().engine().background.clone();
-    let backend = Arc::clone(&first.grant().engine().backend);
+    let engine = Arc::clone(first.grant().engine());
+    let backend = Arc::clone(&engine.backend);
     let claims: Vec<Claim> = batch.iter().map(|(_, claim)| claim.clone()).collect();
     let call = async move {
         match backend.batch() {
@@ -379,12 +379,12 @@ async fn release_batch(batch: Vec<(EndingGrant, Claim)>) -> Vec<Result<(), LockE
     };
     let parts = split_by_claim(call, batch.len(), || Err(BackendError::missing_in_batch()));
     let release = |((ending, claim), part): ((EndingGrant, Claim), _)| {
-        let call_background = background.clone();
+        let background = engine.background.clone();
         let release = async move {
             let sent = first_poll(part).await;
-            finish_release(ending, &claim, sent, &call_background).await
+            finish_release(ending, &claim, sent, &background).await
         };
-        Call::releasing_claim(&background, Box::pin(release))
+        release_call(&engine, release)
     };
     // As in `unlock_all`, created before the first poll.
     let releases: Vec<_> = batch.into_iter().zip(parts).map(release).collect();
@@ -489,10 +489,10 @@ async fn release_in_flight(
 }
 
 /// Returns a call that runs `job`. If the call is dropped, the background releaser completes it.
-fn release_call(
+fn release_call<T: Send + 'static>(
     engine: &Engine,
-    job: impl Future<Output = ReleaseOutcome> + Send + 'static,
-) -> Call<ReleaseOutcome> {
+    job: impl Future<Output = T> + Send + 'static,
+) -> Call<T> {
     Call::releasing_claim(&engine.background, Box::pin(job))
 }
 

@@ -884,7 +884,8 @@ impl LocalPermit {
 
 impl ReleasePermit for LocalPermit {
     fn record_error(&self, error: &BackendError) {
-        // Beside an extra permit, the key may be held in this process: other callers find it busy.
+        // While an extra permit exists, this process may hold the key. Other callers must then find
+        // it busy.
         if self.passes_on {
             self.local_lock().record_store_error(error);
         }

@@ -101,7 +101,7 @@ impl fmt::Debug for ClientError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.redacted() {
             Some(text) => f.write_str(&text),
-            None => self.error.fmt(f),
+            None => fmt::Debug::fmt(&self.error, f),
         }
     }
 }
