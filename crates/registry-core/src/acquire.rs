@@ -2,10 +2,11 @@
 //! [`DistributedLock`](crate::DistributedLock), and by `multi` for several keys. `conversion` uses
 //! the same wait between attempts.
 
+use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::future::{Either, join_all};
 
 use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
@@ -331,6 +332,19 @@ struct WaitState {
     registration: WaiterRegistration,
 }
 
+impl WaitState {
+    /// Begins a wait, after the first attempt that found the key held.
+    fn begin(engine: &Arc<Engine>, claim: &Claim) -> Self {
+        let now = Moment::now();
+        Self {
+            wake_limiter: WakeRateLimiter::new(now),
+            holder_changed_at: now,
+            last_token: None,
+            registration: WaiterRegistration::new(engine, claim, now),
+        }
+    }
+}
+
 /// Why an acquisition in the store returned neither a guard nor `None`.
 enum AcquireFailure {
     /// This caller was not polled for the length of a lease. Its claim and its local permit are
@@ -362,19 +376,22 @@ struct Acquisition<'a> {
 }
 
 impl Acquisition<'_> {
-    async fn run(
+    /// Not an `async fn`, because its future would contain the claim several times.
+    fn run(
         self,
         permit: LocalPermit,
         owner: Option<Owner>,
-    ) -> Result<Option<LockGuard>, AcquireFailure> {
+    ) -> impl Future<Output = Result<Option<LockGuard>, AcquireFailure>> {
         let mut pending = self.pending_claim(permit);
         let pause_end =
             pending.contention().and_then(|contention| self.pause_end_or_skip(contention));
-        if let Some(pause_end) = pause_end {
-            let first = FirstAttempt::At(pause_end);
-            return Box::pin(self.retry(pending, first, owner)).await;
+        match pause_end {
+            Some(pause_end) => {
+                let first = FirstAttempt::At(pause_end);
+                Either::Left(Box::pin(self.retry(pending, first, owner)))
+            }
+            None => Either::Right(self.run_without_pause(pending, owner)),
         }
-        self.run_without_pause(pending, owner).await
     }
 
     fn pending_claim(&self, permit: LocalPermit) -> PendingClaim {
@@ -419,25 +436,29 @@ impl Acquisition<'_> {
         self.guard_or_retry(pending, outcome, owner).await
     }
 
-    /// Returns the guard of a grant. Otherwise continues with [`retry`](Self::retry).
-    async fn guard_or_retry(
+    /// Returns the guard of a grant. Otherwise continues with [`retry`](Self::retry). Not an
+    /// `async fn`, as [`run`](Self::run).
+    fn guard_or_retry(
         self,
         mut pending: PendingClaim,
         mut outcome: Option<AttemptOutcome>,
         owner: Option<Owner>,
-    ) -> Result<Option<LockGuard>, AcquireFailure> {
+    ) -> impl Future<Output = Result<Option<LockGuard>, AcquireFailure>> {
         if let Some(AttemptOutcome::Completed(sent_at, Ok(Attempt::Granted(grant)))) = outcome {
             self.local_lock.record_response();
             let token = grant.token;
             match pending.confirm(grant, sent_at) {
-                Ok(grant) => return self.create_guard(grant, token, owner, 1).map(Some),
+                Ok(grant) => {
+                    let guard = self.create_guard(grant, token, owner, 1);
+                    return Either::Left(ready(guard.map(Some)));
+                }
                 Err(late) => pending = *late,
             }
             outcome = Some(AttemptOutcome::Completed(sent_at, Err(late_grant_error())));
         }
         // Boxed, because the futures of all waits are large, and the caller's future would contain
         // them even where the store responds at once.
-        Box::pin(self.retry(pending, FirstAttempt::Sent(outcome), owner)).await
+        Either::Right(Box::pin(self.retry(pending, FirstAttempt::Sent(outcome), owner)))
     }
 
     /// Repeats the attempt until a grant, the deadline, or an error that must be returned.
@@ -454,12 +475,7 @@ impl Acquisition<'_> {
         );
         let mut attempts = 0;
         let mut failures = RetryState::default();
-        let mut wait_state = WaitState {
-            wake_limiter: WakeRateLimiter::new(),
-            holder_changed_at: Moment::now(),
-            last_token: None,
-            registration: WaiterRegistration::new(self.local_lock.engine(), pending.claim()),
-        };
+        let mut wait_state = None;
         let mut first_outcome = match first {
             FirstAttempt::At(pause_end) => {
                 (pending, ()) = monitored_wait.wait_for(pending, self.pause(pause_end)).await?;
@@ -509,8 +525,11 @@ impl Acquisition<'_> {
                     if self.deadline_passed(Moment::now()) {
                         return Ok(None);
                     }
+                    let wait_state = wait_state.get_or_insert_with(|| {
+                        WaitState::begin(self.local_lock.engine(), pending.claim())
+                    });
                     pending = self
-                        .wait_while_busy(pending, busy, &mut wait_state, &mut monitored_wait)
+                        .wait_while_busy(pending, busy, wait_state, &mut monitored_wait)
                         .await?;
                     continue;
                 }
@@ -803,8 +822,8 @@ struct WakeRateLimiter {
 }
 
 impl WakeRateLimiter {
-    fn new() -> Self {
-        Self { wake_ups_left: WAKE_BURST_MAX, refilled_at: Moment::now() }
+    fn new(now: Moment) -> Self {
+        Self { wake_ups_left: WAKE_BURST_MAX, refilled_at: now }
     }
 
     /// Counts a wake-up, and returns the pause before the attempt that follows it.

@@ -155,7 +155,7 @@ impl Conversion {
         let mut failures = 0;
         let mut may_repeat_at_once = true;
         let waiting_since = Moment::now();
-        let mut registration = WaiterRegistration::new(&engine, &claim);
+        let mut registration = WaiterRegistration::new(&engine, &claim, waiting_since);
         // Ends when the lock is converted or lost, at the deadline, after a permanent error, or
         // when the registry closes.
         loop {

@@ -218,6 +218,9 @@ impl Contention {
     /// Returns the end of the pause before the first attempt of a turn. `None` if the attempt may
     /// be made at once.
     pub(crate) fn pause_end(&self) -> Option<Moment> {
+        if self.pause.is_zero() {
+            return None;
+        }
         let end = self.released_at?.after(self.pause);
         (Moment::now() < end).then_some(end)
     }

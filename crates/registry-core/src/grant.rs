@@ -146,7 +146,7 @@ impl ActiveGrant {
             },
             longest_lease: claim.lease(),
         };
-        Ok(Self::activate(initial, Some(permit), claim, options, granted.token, lease))
+        Ok(Self::activate(initial, Some(permit), claim, options, granted.token, lease, now))
     }
 
     /// Replaces this grant after the store has converted it to the mode of `claim`. Fails if this
@@ -204,7 +204,8 @@ impl ActiveGrant {
             min_hold_end,
             longest_lease,
         };
-        let grant = Self::activate(initial, permit, claim, Arc::new(options), granted.token, lease);
+        let options = Arc::new(options);
+        let grant = Self::activate(initial, permit, claim, options, granted.token, lease, now);
         self.engine().active_grants.leave();
         Ok(grant)
     }
@@ -218,6 +219,7 @@ impl ActiveGrant {
         options: Arc<ClaimOptions>,
         first_token: FencingToken,
         mut lease: Lease,
+        now: Moment,
     ) -> Arc<Self> {
         let InitialState {
             local_lock,
@@ -230,7 +232,6 @@ impl ActiveGrant {
             min_hold_end,
             longest_lease,
         } = initial;
-        let now = Moment::now_coarse();
         if let Some(after) = local_lock.engine().verify_after() {
             lease.schedule_first_verification(now.after(after));
         }

@@ -571,20 +571,22 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
     let grant = Arc::clone(ending.grant());
     let engine = Arc::clone(grant.engine());
     let min_hold_left = grant.min_hold_left();
-    let min_hold = MinHold {
-        claim: grant.claim(),
-        engine: &engine,
-        end: Moment::now().after(min_hold_left),
-        valid_until: grant.valid_until(),
-        may_be_gone: grant.may_be_gone(),
-        current_epoch: || grant.local_lock().invalidation_epoch(),
-    };
-    if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal_sender).await {
-        ending.record_failure();
-        engine.record_left_to_lease(grant.claim());
-        return ReleaseOutcome::Unknown(BackendError::transient(
-            "the registry was closed before the end of min_hold; the key stays locked until the lease ends",
-        ));
+    if !min_hold_left.is_zero() {
+        let min_hold = MinHold {
+            claim: grant.claim(),
+            engine: &engine,
+            end: Moment::now().after(min_hold_left),
+            valid_until: grant.valid_until(),
+            may_be_gone: grant.may_be_gone(),
+            current_epoch: || grant.local_lock().invalidation_epoch(),
+        };
+        if !min_hold.wait(context.first_renewal_sender).await {
+            ending.record_failure();
+            engine.record_left_to_lease(grant.claim());
+            return ReleaseOutcome::Unknown(BackendError::transient(
+                "the registry was closed before the end of min_hold; the key stays locked until the lease ends",
+            ));
+        }
     }
     let outcome = release_claim(PendingRelease {
         engine: Arc::clone(&engine),

@@ -79,7 +79,7 @@ impl DistributedLock {
     /// # Ok(()) }
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
-        self.lock_with(LockOptions::new()).await
+        self.acquire_in(|| ClaimMode::Exclusive, &LockOptions::new()).await
     }
 
     /// Acquires this lock if it is free. Returns `Ok(None)` if it is held.
@@ -136,7 +136,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn lock_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
-        self.acquire(ClaimMode::Exclusive, options).await
+        self.acquire_in(|| ClaimMode::Exclusive, &options).await
     }
 
     /// Acquires this lock with `options`. Returns `Ok(None)` if the lock was held until the end of
@@ -345,7 +345,7 @@ impl DistributedLock {
         mode: ClaimMode,
         options: LockOptions,
     ) -> Result<LockGuard, LockError> {
-        self.acquire_in(|| mode, options).await
+        self.acquire_in(|| mode, &options).await
     }
 
     /// As [`acquire`](Self::acquire), in the mode that `mode` returns, which may change while the
@@ -353,9 +353,9 @@ impl DistributedLock {
     pub(crate) async fn acquire_in(
         &self,
         mode: impl Fn() -> ClaimMode,
-        options: LockOptions,
+        options: &LockOptions,
     ) -> Result<LockGuard, LockError> {
-        match (acquire(self.local_lock()?, mode, &options).await?, options.wait) {
+        match (acquire(self.local_lock()?, mode, options).await?, options.wait) {
             (Some(guard), _) => Ok(guard),
             (None, Some(wait)) => Err(LockError::WaitElapsed { key: self.key().into(), wait }),
             // Without a deadline, the wait ends only with a guard or an error.

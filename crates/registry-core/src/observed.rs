@@ -125,7 +125,8 @@ impl ObservedHold {
 #[derive(Debug)]
 pub(crate) struct ObservedRelease {
     engine: Arc<Engine>,
-    claim: Claim,
+    key: Key,
+    mode: ClaimMode,
     id: u64,
     pub(crate) end: ReleaseEnd,
 }
@@ -136,11 +137,9 @@ impl ObservedRelease {
         if engine.observers.is_empty() {
             return None;
         }
-        let id = next_id();
-        let (key, mode) = (claim.key().as_str(), claim.mode());
-        engine.emit(|| LockEvent::ReleaseBegan { id, key, mode, token });
-        let (engine, claim) = (Arc::clone(engine), claim.clone());
-        Some(Self { engine, claim, id, end: ReleaseEnd::Failed })
+        let (id, key, mode) = (next_id(), claim.key().clone(), claim.mode());
+        engine.emit(|| LockEvent::ReleaseBegan { id, key: key.as_str(), mode, token });
+        Some(Self { engine: Arc::clone(engine), key, mode, id, end: ReleaseEnd::Failed })
     }
 }
 
@@ -148,8 +147,8 @@ impl Drop for ObservedRelease {
     fn drop(&mut self) {
         self.engine.emit(|| LockEvent::ReleaseEnded {
             id: self.id,
-            key: self.claim.key().as_str(),
-            mode: self.claim.mode(),
+            key: self.key.as_str(),
+            mode: self.mode,
             end: self.end,
         });
     }

@@ -32,14 +32,9 @@ struct RegisterRequest {
 }
 
 impl WaiterRegistration {
-    /// Creates the registration when a wait begins. Sends no request.
-    pub(crate) fn new(engine: &Arc<Engine>, claim: &Claim) -> Self {
-        Self {
-            engine: Arc::clone(engine),
-            claim: claim.clone(),
-            since: Moment::now(),
-            last_request: None,
-        }
+    /// Creates the registration of a wait that begins at `since`. Sends no request.
+    pub(crate) fn new(engine: &Arc<Engine>, claim: &Claim, since: Moment) -> Self {
+        Self { engine: Arc::clone(engine), claim: claim.clone(), since, last_request: None }
     }
 
     /// Sends a request that registers the claim or extends its registration, if a request is due.

@@ -101,7 +101,7 @@ impl Semaphore {
         take: u32,
         options: LockOptions,
     ) -> Result<LockGuard, LockError> {
-        self.lock.acquire_in(|| self.mode(take), options).await
+        self.lock.acquire_in(|| self.mode(take), &options).await
     }
 
     /// Takes one unit if one is free and no earlier claim waits in the store. Returns `Ok(None)`
