@@ -333,7 +333,7 @@ struct WaitState {
 }
 
 impl WaitState {
-    /// Begins a wait, after the first attempt that found the key held.
+    /// Begins a wait, after the first busy response.
     fn begin(engine: &Arc<Engine>, claim: &Claim) -> Self {
         let now = Moment::now();
         Self {
@@ -376,7 +376,10 @@ struct Acquisition<'a> {
 }
 
 impl Acquisition<'_> {
-    /// Not an `async fn`, because its future would contain the claim several times.
+    /// Creates the pending claim, and returns the future of its acquisition.
+    ///
+    /// Not an `async fn`: the future of one contains its arguments and each future that it awaits,
+    /// which contains the claim again.
     fn run(
         self,
         permit: LocalPermit,
@@ -436,8 +439,8 @@ impl Acquisition<'_> {
         self.guard_or_retry(pending, outcome, owner).await
     }
 
-    /// Returns the guard of a grant. Otherwise continues with [`retry`](Self::retry). Not an
-    /// `async fn`, as [`run`](Self::run).
+    /// Confirms a grant and creates its guard. Without a grant, returns the future of
+    /// [`retry`](Self::retry). Not an `async fn`, for the same reason as [`run`](Self::run).
     fn guard_or_retry(
         self,
         mut pending: PendingClaim,

@@ -236,7 +236,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn read_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
-        self.acquire(ClaimMode::Shared, options).await
+        self.acquire_in(|| ClaimMode::Shared, &options).await
     }
 
     /// Acquires this lock for reading with `options`. Without a wait, the call tries once, as
@@ -304,7 +304,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn upgradable_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
-        self.acquire(ClaimMode::Upgradable, options).await
+        self.acquire_in(|| ClaimMode::Upgradable, &options).await
     }
 
     /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, the

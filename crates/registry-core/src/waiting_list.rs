@@ -28,7 +28,8 @@ pub struct WaitingClaim {
     pub mode: ClaimMode,
     /// The waiter's label, if the store keeps labels and the waiter set one.
     pub label: Option<String>,
-    /// The time since the wait began.
+    /// The time since the wait began. The wait of an acquisition begins with the first busy
+    /// response.
     pub waited_for: Option<Duration>,
     /// The time until the store removes the claim, unless the waiter renews it.
     pub expires_in: Option<Duration>,
