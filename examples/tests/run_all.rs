@@ -98,7 +98,7 @@ programs! {
     ],
     tonic_layer [] [] prints [
         "42 is shipped, fenced: true",
-        "Aborted: lock \"orders/42\" is held by another client",
+        "Aborted: lock \"orders/42\" was held until the end of the wait",
     ],
     leases [] [] prints [
         "17 rows",

@@ -137,11 +137,10 @@ fn parse_identifier(value: Expr) -> syn::Result<Ident> {
 }
 
 fn parse_path(value: Expr) -> syn::Result<Path> {
-    let expected = "expected a path in quotes, such as `crate = \"my_crate::lock_registry\"`";
+    let expected = "a path in quotes, such as `crate = \"my_crate::lock_registry\"`";
+    let error = |span| Error::new(span, format!("expected {expected}"));
     match text_or_expression(value, expected)? {
-        Value::Text(text) => {
-            text.parse_with(Path::parse_mod_style).map_err(|_| Error::new(text.span(), expected))
-        }
-        Value::Expression(expression) => Err(Error::new(expression.span(), expected)),
+        Value::Text(text) => text.parse_with(Path::parse_mod_style).map_err(|_| error(text.span())),
+        Value::Expression(expression) => Err(error(expression.span())),
     }
 }

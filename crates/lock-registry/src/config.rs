@@ -31,7 +31,7 @@ pub use registry_core::InvalidOption;
 /// - the query of the store URL,
 /// - the default.
 ///
-/// The strongest source of a URL determines the URL. Only the query of this URL counts.
+/// The URL of the strongest source is used. Other URLs are ignored, with their queries.
 ///
 /// # Options
 #[doc = include_str!("options.md")]
@@ -163,8 +163,8 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets one option from text of the program's command line. An error about a known option names
-    /// it `--NAME`, with dashes.
+    /// Sets one option from text of the program's command line. Errors show the option as a flag,
+    /// with `-` in place of `_`: `connect_timeout` is `--connect-timeout`.
     ///
     /// # Errors
     /// [`ConfigError`] if the option `name` does not exist, if this method has already set it, or
@@ -296,7 +296,7 @@ impl RegistryConfig {
             .find_map(|options| options.get("url"))
     }
 
-    /// Validates the configuration, and sets the options of all sources in the store.
+    /// Validates the configuration, and applies the options of all sources to that of the store.
     fn resolve(&self) -> Result<Resolved, ConfigError> {
         #[cfg(feature = "config")]
         if let Some(error) = &self.deferred_error {

@@ -13,9 +13,14 @@ impl RegistryConfig {
     /// the same variables as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
-    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, has a value without
-    /// the syntax of its option, or sets an option that an earlier variable has set.
-    /// [`check`](Self::check) also verifies the range.
+    /// [`ConfigError`] if a variable with this prefix:
+    ///
+    /// - is unknown;
+    /// - is not UTF-8;
+    /// - has a value with invalid syntax;
+    /// - sets an option that another variable has already set.
+    ///
+    /// [`check`](Self::check) also verifies that each value is in the range of its option.
     pub fn with_env(self) -> Result<Self, ConfigError> {
         self.with_vars(std::env::vars_os())
     }

@@ -2,7 +2,7 @@
 #![cfg_attr(feature = "config", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "config"),
-    doc = "Locks that exclude tasks, processes and hosts, behind one trait.\n\nFutures of registries, locks and guards must be \
+    doc = "Locks for mutual exclusion between tasks, processes and hosts, behind one trait.\n\nFutures of registries, locks and guards must be \
            polled inside a tokio runtime that has time enabled. Outside such a runtime, they panic when they have to wait."
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -32,7 +32,7 @@ pub use connect::connect;
 #[cfg(feature = "macros")]
 #[doc = include_str!("locked.md")]
 pub use lock_registry_macros::locked;
-/// Blocking facade for threads without async. Feature `blocking`.
+/// Blocking API for threads that do not run async code. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
 pub use registry_core::observe;
@@ -42,9 +42,12 @@ pub use registry_core::{
     Reach, Registry, RoutingRegistry,
 };
 
-/// Types in the signatures of methods of registries, locks and guards: for locks of several holders
-/// or of several keys (`read`, `semaphore`, `obtain_all`), for `execute_locked`, for value blocks,
-/// and for lists of waiters.
+/// Further types that methods of registries, locks and guards accept or return:
+///
+/// - locks with several holders or keys (`read`, `semaphore`, `obtain_all`);
+/// - the result of `execute_locked`;
+/// - value blocks;
+/// - lists of waiters.
 pub mod modes {
     pub use registry_core::{
         ClaimMode, Executed, InvalidClaimMode, LockValue, MultiGuard, MultiLock, Semaphore,
@@ -58,8 +61,8 @@ pub use registry_core::once;
 /// Leader election.
 pub use registry_core::election;
 
-/// For authors of stores: the traits of a backend, their types, and the backends that need no
-/// server.
+/// For authors of stores: the traits of a backend, their types, and the two backends without
+/// storage, in-process and pass-through.
 pub mod backend {
     pub use registry_core::{
         Attempt, BackendError, BackendErrorKind, BatchAttempt, Busy, Capabilities, Claim, ClaimId,

@@ -139,8 +139,9 @@ impl<KeyFn, M> LockLayer<KeyFn, M> {
 /// The key of a request, as the function in [`LockLayer::new`] returns it.
 ///
 /// - `String`, `&str` and `Cow<str>` are keys.
-/// - An `Option` of a key is `None` for a request that runs without a lock.
-/// - A `Result` of a key, or of an `Option`, is an error for a request that must not run.
+/// - An `Option` of a key: a request with `None` runs without a lock.
+/// - A `Result` of a key or of an `Option`: a request with an error does not run, and fails with
+///   [`LockServiceError::Key`].
 ///
 /// # Examples
 /// ```
@@ -338,12 +339,12 @@ async fn run<S: Service<R>, R, E>(
     response.map_err(LockServiceError::Inner)
 }
 
-/// The error of a request under a lock. `E` is the error of the inner service, `K` that of the
-/// function that returns the key.
+/// The error of a request under a lock. `E` is the error of the inner service, `KeyError` that of
+/// the function that returns the key.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum LockServiceError<E, K = Infallible> {
-    /// Other clients or requests held the lock, or the units of the semaphore, until the end of the
+pub enum LockServiceError<E, KeyError = Infallible> {
+    /// Other clients or requests held the lock, or too many of its permits, until the end of the
     /// wait. The request was not started.
     #[non_exhaustive]
     Busy {
@@ -351,7 +352,7 @@ pub enum LockServiceError<E, K = Infallible> {
         key: String,
     },
     /// The function that returns the key failed, and the request was not started.
-    Key(K),
+    Key(KeyError),
     /// The lock could not be acquired, and the request was not started. For [`LockError::Lost`],
     /// the lock was lost, and the request was dropped.
     Lock(LockError),
@@ -359,16 +360,16 @@ pub enum LockServiceError<E, K = Infallible> {
     Inner(E),
 }
 
-impl<E, K> From<LockError> for LockServiceError<E, K> {
+impl<E, KeyError> From<LockError> for LockServiceError<E, KeyError> {
     fn from(error: LockError) -> Self {
         Self::Lock(error)
     }
 }
 
-impl<E, K> fmt::Display for LockServiceError<E, K> {
+impl<E, KeyError> fmt::Display for LockServiceError<E, KeyError> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Busy { key } => write!(f, "lock {key:?} is held by another client"),
+            Self::Busy { key } => write!(f, "lock {key:?} was held until the end of the wait"),
             Self::Key(_) => f.write_str("the request has no valid lock key"),
             Self::Lock(_) => f.write_str("the request's lock could not be acquired or was lost"),
             Self::Inner(_) => f.write_str("the service failed"),
@@ -376,7 +377,11 @@ impl<E, K> fmt::Display for LockServiceError<E, K> {
     }
 }
 
-impl<E: StdError + 'static, K: StdError + 'static> StdError for LockServiceError<E, K> {
+impl<E, KeyError> StdError for LockServiceError<E, KeyError>
+where
+    E: StdError + 'static,
+    KeyError: StdError + 'static,
+{
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Busy { .. } => None,

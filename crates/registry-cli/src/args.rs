@@ -98,8 +98,8 @@ pub(crate) enum CliCommand {
 
 /// Runs a command while holding a lock
 ///
-/// Waits for the lock, by default without a limit. Then runs the command, and releases the lock
-/// when the command has ended.
+/// Waits for the lock, by default without a limit; with --once-per or --tick, by default not at
+/// all. Then runs the command, and releases the lock when the command has ended.
 ///
 /// The environment of the command contains the key in LOCKREG_KEY. If the store has fencing,
 /// LOCKREG_FENCING_TOKEN contains the fencing token. With --once-per or --tick, LOCKREG_TICK
@@ -130,12 +130,13 @@ pub(crate) struct RunArgs {
 pub(crate) struct OnceArgs {
     /// Runs the command at most once per period, over all hosts. A period begins at each multiple
     /// of TIME since 1970 in UTC. If the command already ran in this period, lockreg ends at once
-    /// with status 0. If it runs now, lockreg waits for that run for at most --wait, by default not
-    /// at all. The status is then also 0, unless that run fails and this call repeats it
+    /// with status 0. If another process runs the command now, lockreg waits for at most --wait, by
+    /// default not at all, and ends with status 0. If the other run fails during this wait, lockreg
+    /// runs the command itself
     #[arg(long, value_name = "TIME", value_parser = parse_period, conflicts_with_all = ["tick", "shared", "permits", "also"], allow_hyphen_values = true)]
     pub(crate) once_per: Option<Duration>,
-    /// Runs the command unless it was run for this tick: a number that grows, or a name. Otherwise
-    /// as --once-per
+    /// Runs the command at most once per tick, over all hosts. A tick is a name, or a number that
+    /// increases from run to run. Waits and the exit status are those of --once-per
     #[arg(long, value_name = "NAME", conflicts_with_all = ["shared", "permits", "also"])]
     pub(crate) tick: Option<String>,
     /// Counts a failed command as run. Otherwise, the next call runs the command again
@@ -193,8 +194,8 @@ pub(crate) struct ElectArgs {
     /// Text that other clients can read while this candidate leads, for example its address
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) data: String,
-    /// Leaves a vacant role to waiting candidates with a higher priority; set a priority for all
-    /// candidates
+    /// The priority of this candidate: a vacant role goes to the waiting candidate with the highest
+    /// number. Set a priority for all candidates
     #[arg(long, value_name = "NUMBER")]
     pub(crate) priority: Option<u32>,
     /// How long the role stays taken if this process dies [default: 30s; zk: 15s]
@@ -242,12 +243,12 @@ Examples:
 /// Options for acquiring a lock.
 #[derive(Debug, Args)]
 pub(crate) struct AcquireArgs {
-    /// The maximum time to connect and to wait for the lock. Then the status is 75, or 69 if the
-    /// store is unreachable. Without this option, connecting is retried for `connect_timeout`
-    /// [default: no limit]
+    /// The maximum time to connect and to wait for the lock. Then the status is 75, or that of
+    /// --conflict-exit-code; or 69 if the store is unreachable. Without this option, connecting is
+    /// retried for `connect_timeout` [default: no limit; with --once-per or --tick: no wait]
     #[arg(long, value_name = "TIME", value_parser = parse_wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
-    /// Does not wait: if the lock is held, the status is 75
+    /// Does not wait; if the lock is held, the status is 75, or that of --conflict-exit-code
     #[arg(long)]
     pub(crate) no_wait: bool,
     /// The exit status if the lock was not acquired in time, 0 to 255
@@ -273,15 +274,15 @@ pub(crate) struct AcquireArgs {
     /// runs, unless LOCK_REGISTRY_RENEW or the URL sets `renew` to false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub(crate) lease: Option<String>,
-    /// The minimum time that the key stays locked; lockreg waits for its end. After a signal during
-    /// this wait, the key stays locked until its lease ends
+    /// The minimum time that the key stays locked. If the command ends earlier, lockreg waits until
+    /// this time is over. A signal ends this wait; the key then stays locked until its lease ends
     #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
     pub(crate) min_hold: Option<Duration>,
     /// The maximum time to hold the lock. Then the lock counts as lost: the command is ended, and
     /// the status is 76
     #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
     pub(crate) max_hold: Option<Duration>,
-    /// The holder that `show` and `list` print [default: host:pid]
+    /// The name of this holder in the output of `show` and `list` [default: host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,
 }
@@ -292,8 +293,8 @@ impl AcquireArgs {
         if self.no_wait { Some(Duration::ZERO) } else { self.wait }
     }
 
-    /// Returns the options of the lock. The wait is not included, because it starts before
-    /// connecting.
+    /// Returns the options `min_hold`, `max_hold` and `fair`. The limit of the wait is not
+    /// included, because it also covers connecting.
     pub(crate) fn options(&self) -> LockOptions {
         let mut options = LockOptions::new();
         if let Some(min_hold) = self.min_hold {
@@ -359,7 +360,7 @@ pub(crate) struct ServeArgs {
     /// The IP address and port, or only a port of 127.0.0.1; port 0 selects a free port
     #[arg(long, value_name = "ADDR", value_parser = parse_listen, default_value = "127.0.0.1:8384")]
     pub(crate) listen: SocketAddr,
-    /// The pause between two readings of the store, 50ms to 1h
+    /// The pause between two readings of the store, 50ms to 1h; after a failed reading at most 5s
     #[arg(long, value_name = "TIME", value_parser = parse_interval, default_value = "1s")]
     pub(crate) interval: Duration,
     /// Allows clients that send the token to release locks by force. The token has at least 16
@@ -369,9 +370,9 @@ pub(crate) struct ServeArgs {
     /// The file with the token of --allow-break
     #[arg(long, value_name = "FILE", requires = "allow_break")]
     pub(crate) token_file: Option<PathBuf>,
-    /// A host name of this server, for example the name of its proxy. The header `Host` is checked
-    /// with this option, and always on a loopback address. It must then contain such a name,
-    /// `localhost` or an IP address; other requests are refused. May be repeated
+    /// A host name of this server, for example the name of its proxy. If this option is set, or if
+    /// the address is a loopback address, the header `Host` of a request must contain such a name,
+    /// `localhost` or an IP address; lockreg refuses other requests. May be repeated
     #[arg(long, value_name = "NAME")]
     pub(crate) allow_host: Vec<String>,
 }
@@ -411,7 +412,7 @@ pub(crate) struct BreakArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg --url redis://HOST doctor\n  lockreg doctor --strict")]
 pub(crate) struct DoctorArgs {
-    /// Ends with status 1 if a finding is a warning
+    /// Ends with status 1 if the report contains a warning
     #[arg(long)]
     pub(crate) strict: bool,
 }

@@ -78,10 +78,10 @@ fn text_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Fi
     let row = |name: &str, value: String| [name.to_owned(), value];
     let guarantees = [
         row("store", capabilities.store.to_owned()),
-        row("excludes", capabilities.reach.to_string()),
+        row("exclusion among", capabilities.reach.to_string()),
         row("class", format!("{}: {}", capabilities.class, describe_class(capabilities.class))),
         row("fencing tokens", yes_no(capabilities.fencing)),
-        row("grants in order", yes_no(capabilities.fair)),
+        row("FIFO order", yes_no(capabilities.fair)),
         row("notifies waiters", yes_no(capabilities.wakes)),
         row("reports losses", yes_no(capabilities.reports_invalidations)),
         row("stores labels", yes_no(capabilities.labels)),
@@ -128,7 +128,7 @@ fn describe_class(class: GuaranteeClass) -> &'static str {
         GuaranteeClass::BestEffort => {
             "one holder unless a failover, data loss or clock jump happens"
         }
-        GuaranteeClass::None => "no client is excluded",
+        GuaranteeClass::None => "no mutual exclusion: the store grants every claim",
         _ => "unknown to this version of lockreg",
     }
 }

@@ -143,7 +143,8 @@ async fn hold_until_end(
     }
 }
 
-/// Prints the loss on stdout. If no reader accepts it within [`READ_LIMIT`], prints it on stderr.
+/// Prints the loss on stdout. If the write fails or takes longer than [`READ_LIMIT`], prints the
+/// loss on stderr.
 async fn report_loss(output: Output, key: String, reason: LostReason) {
     let line = print_line(LostLine { key: key.clone(), lost: reason });
     if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {

@@ -1,5 +1,5 @@
-//! Receives signals as messages. Every thread blocks the signals, and one thread waits for them. No
-//! handler is installed for them, so that the command inherits unchanged signal dispositions.
+//! Receives signals through a channel. Every thread blocks the signals, and one thread waits for
+//! them by `sigwait`. Ignored signals stay ignored, in `lockreg` and in its command.
 
 use std::io;
 
@@ -20,9 +20,9 @@ const CAUGHT: [Signal; 8] = [
     Signal::SIGWINCH,
 ];
 
-/// The signal for a background process that writes to the terminal or changes its foreground group.
-/// `lockreg` does both.
-const BLOCKED: Signal = Signal::SIGTTOU;
+/// The kernel sends this signal to a background process that changes the foreground group of the
+/// terminal or, with `TOSTOP`, writes to it. `lockreg` does both and must not be stopped.
+const BLOCKED_ONLY: Signal = Signal::SIGTTOU;
 
 /// Receives the signals of this process.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl Signals {
             .filter(|signal| !contains(*signal, ignored))
             .for_each(|signal| caught.add(signal));
         let mut blocked = caught;
-        blocked.add(BLOCKED);
+        blocked.add(BLOCKED_ONLY);
         blocked.thread_block()?;
         let (sender, receiver) = mpsc::unbounded_channel();
         std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
@@ -60,13 +60,13 @@ impl Signals {
     pub(crate) async fn next(&mut self) -> Signal {
         match self.receiver.recv().await {
             Some(signal) => signal,
-            // The thread ends only when the process ends.
+            // The thread has ended, because `sigwait` failed.
             None => std::future::pending().await,
         }
     }
 
-    /// Waits for a signal that requests the end of this process: any signal except SIGTSTP and
-    /// SIGWINCH. SIGTSTP stops this process, and SIGWINCH is ignored.
+    /// Waits for a signal other than SIGTSTP and SIGWINCH. SIGTSTP stops this process if its parent
+    /// can continue it, and SIGWINCH is ignored.
     pub(crate) async fn next_termination(&mut self) -> Signal {
         loop {
             match self.next().await {
@@ -91,11 +91,11 @@ pub(crate) fn keep_exit_statuses() -> io::Result<()> {
 /// that blocks them, and the command must not inherit this mask.
 pub(crate) fn unblock() -> io::Result<()> {
     let mut blocked = SigSet::empty();
-    CAUGHT.into_iter().chain([BLOCKED]).for_each(|signal| blocked.add(signal));
+    CAUGHT.into_iter().chain([BLOCKED_ONLY]).for_each(|signal| blocked.add(signal));
     Ok(blocked.thread_unblock()?)
 }
 
-/// Returns whether `signal` requests the end of the command. The command then has the grace time.
+/// Returns whether `signal` requests the end of the command, which then has the grace time to end.
 pub(crate) fn is_termination_signal(signal: Signal) -> bool {
     matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP | Signal::SIGQUIT)
 }

@@ -41,7 +41,7 @@ impl Snapshot {
 /// two snapshots is not counted.
 #[derive(Debug, Default)]
 pub(crate) struct GrantCounter {
-    seen: HashSet<(Key, Option<FencingToken>)>,
+    previous: HashSet<(Key, Option<FencingToken>)>,
     /// The times of the snapshots within [`RATE_SPAN`], each with the number of new grants.
     recent: VecDeque<(Instant, usize)>,
 }
@@ -51,8 +51,9 @@ impl GrantCounter {
         let grants: HashSet<_> =
             snapshot.holders.iter().map(|holder| (holder.key.clone(), holder.token)).collect();
         // The grants of the first snapshot may be old.
-        let new = if self.recent.is_empty() { 0 } else { grants.difference(&self.seen).count() };
-        self.seen = grants;
+        let new =
+            if self.recent.is_empty() { 0 } else { grants.difference(&self.previous).count() };
+        self.previous = grants;
         self.recent.push_back((snapshot.taken_at, new));
         while self.recent.len() > 1
             && self
@@ -64,8 +65,8 @@ impl GrantCounter {
         }
     }
 
-    /// Returns the new grants per second within [`RATE_SPAN`]. Returns zero before the second
-    /// snapshot.
+    /// Returns the new grants per second within [`RATE_SPAN`]. Returns zero if fewer than two
+    /// snapshots are within this time.
     pub(crate) fn per_second(&self) -> f64 {
         let (Some((first, _)), Some((last, _))) = (self.recent.front(), self.recent.back()) else {
             return 0.0;

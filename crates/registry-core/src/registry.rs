@@ -51,7 +51,7 @@ pub trait LockRegistry: fmt::Debug + Send + Sync {
     /// returns the same lock.
     fn obtain(&self, key: &str) -> DistributedLock;
 
-    /// Returns the functions and promises of this registry's store.
+    /// Returns the features and guarantees of this registry's store.
     fn capabilities(&self) -> Capabilities;
 
     /// Closes this registry and releases its locks.
@@ -130,7 +130,7 @@ pub struct Registry {
     close_state: Arc<CloseState>,
 }
 
-/// The handles of the background tasks, and what the calls of [`Registry::close`] share.
+/// The handles of the background tasks, and the state that all calls of [`Registry::close`] share.
 struct CloseState {
     /// The lease renewer's task, until `close` takes it to wait for its end.
     renewer: Mutex<Option<JoinHandle<()>>>,
@@ -252,7 +252,8 @@ impl Registry {
     ///
     /// A holder in any registry that shares this backend object is notified at once. A holder
     /// elsewhere is notified at once if the store [reports
-    /// losses](Capabilities::reports_invalidations), and otherwise at its next renewal.
+    /// losses](Capabilities::reports_invalidations), and otherwise at its next renewal or at the
+    /// end of its lease.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot force a release; [`LockError::InvalidKey`];
@@ -319,17 +320,17 @@ impl Registry {
     /// Returns the local lock of `key`, which all callers in this registry share.
     pub(crate) fn local_lock(&self, key: Key) -> Arc<LocalLock> {
         self.local_locks.get_or_insert(key, |key| {
-            let (engine, table) = (Arc::clone(&self.engine), Arc::clone(&self.local_locks));
-            Arc::new(LocalLock::new(key, engine, table))
+            let (engine, local_locks) = (Arc::clone(&self.engine), Arc::clone(&self.local_locks));
+            Arc::new(LocalLock::new(key, engine, local_locks))
         })
     }
 
     /// Notifies all holders that their lock is lost, and releases their claims.
     async fn lose_all(&self) {
         let engine = &self.engine;
-        // Repeated, because a pending claim may still become an active grant, and a grant whose
-        // renewal is being recorded is not in the schedule. The other grants that are still counted
-        // are being released by their own callers.
+        // The loop repeats because grants can appear in the schedule: a pending claim may be
+        // granted, and a grant is absent while its renewal is recorded. Their own callers release
+        // the other grants.
         loop {
             for grant in engine.schedule.all() {
                 grant.lose(LostReason::Closed);
@@ -357,7 +358,7 @@ impl Registry {
         }
     }
 
-    /// Returns the functions and promises of this registry's store.
+    /// Returns the features and guarantees of this registry's store.
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.engine.capabilities.clone()
@@ -396,8 +397,8 @@ impl Registry {
         let lost = engine.lost_claims.load(Ordering::Acquire) - before.lost;
         // A claim that is being released may be counted both as an active grant and as a job of the
         // background releaser, hence `max`. `pending_claims` also counts a claim that began after
-        // `begin_to_close`. The report may wrongly count such a claim as abandoned, although it
-        // sends no request.
+        // `begin_to_close`. Such a claim sends no request, but the report may count it as
+        // abandoned.
         let held = engine.active_grants.count();
         let in_flight = if in_time {
             0
@@ -413,8 +414,8 @@ impl Registry {
             abandoned: in_flight + left_to_lease,
         };
         engine.stop_renewal();
-        // One future for all calls of `close`: each call that is polled also polls it for the
-        // others. If a call is dropped, the background releaser polls it.
+        // All calls of `close` share one `finish` future, which each of them polls. If a call is
+        // dropped, the background releaser polls it.
         let finish = close_state.finish.get_or_init(|| {
             let renewer = close_state.renewer.lock().unwrap_or_else(PoisonError::into_inner).take();
             finish(Arc::clone(engine), renewer).boxed().shared()
@@ -488,9 +489,9 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets the poll interval of waiters. A random part of up to a quarter is added, and a wake-up
-    /// from the store ends the wait earlier. If the store confirms its wake-ups, waiters poll less
-    /// often. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN) and
+    /// Sets the poll interval of waiters. Each interval is lengthened at random by up to 25 %, and
+    /// a wake-up from the store ends it earlier. If the store confirms its wake-ups, waiters poll
+    /// less often. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN) and
     /// [`POLL_MAX`](Self::POLL_MAX).
     pub fn poll(mut self, poll: Duration) -> Self {
         self.defaults.poll = poll;
@@ -535,11 +536,11 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets whether this registry registers its waiters in the store, so that
-    /// [`DistributedLock::waiters`] of all clients returns them. Default: true. A wait of less than
-    /// a second is never registered. A longer one costs one request per third of the lease, and one
-    /// at its end. A store with a [queue](crate::Capabilities::fair) lists its waiters without
-    /// these requests, whatever this setting is.
+    /// Sets whether this registry registers its waiters in the store. Any client can then list them
+    /// with [`DistributedLock::waiters`]. Default: true. A wait of less than a second is never
+    /// registered. A longer one costs one request per third of the lease, and one at its end. A
+    /// store with a [queue](crate::Capabilities::fair) lists its waiters without these requests,
+    /// whatever this setting is.
     pub fn waiters(mut self, register: bool) -> Self {
         self.defaults.register_waiters = register;
         self
@@ -552,7 +553,7 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets the store's address for the errors of operations that the store does not answer:
+    /// Sets the store's address, which the error of an operation without a response shows:
     /// `HOST:PORT`, several of these separated by commas, or a path. It must contain no user,
     /// password or query. Default: none.
     pub fn address(mut self, address: impl Into<Arc<str>>) -> Self {

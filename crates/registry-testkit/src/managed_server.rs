@@ -1,6 +1,5 @@
-//! The servers of all stores: a process with its port, its folder and its account. A store
-//! describes its servers with [`ServerDescription`]; how they are queried is in the modules of the
-//! stores.
+//! Starts, pauses and stops a server program, with a port, a folder and an account of its own.
+//! [`ServerDescription`] describes the program. The modules of the programs send the queries.
 
 use std::ffi::OsStr;
 use std::fmt::Debug;
@@ -24,8 +23,8 @@ use crate::server_user::ServerUser;
 /// The pause between two checks of whether a server serves.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What differs between the servers of the stores. The implementing type has the options that only
-/// the servers of this store have.
+/// Describes one server program. The implementing type contains the options that only this program
+/// has.
 pub trait ServerDescription: Debug + Clone + Default + Send + Sync {
     /// What a server has besides its options, such as further ports.
     type State: Debug + Send + Sync;
@@ -59,13 +58,13 @@ pub struct ServerProgram {
     pub(crate) account: Option<&'static str>,
     /// Shuts the server down and leaves consistent data.
     pub(crate) stop: Signal,
-    /// Makes the server shut down once its children have ended. `None` for a server without
-    /// permanent child processes. See [`ManagedProcess::kill_and_reap`].
-    pub(crate) reap: Option<Signal>,
+    /// The signal after which the server waits for its killed children and then exits. `None` for a
+    /// server without permanent child processes. See [`ManagedProcess::kill_and_reap`].
+    pub(crate) reap_signal: Option<Signal>,
 }
 
 /// A server process that can be killed, paused and started again. Dropping this handle kills it.
-/// Each store has an alias for its servers.
+/// Each program has a type alias, such as `RedisServer`.
 #[derive(Debug)]
 pub struct ManagedServer<S: ServerDescription> {
     pub(crate) options: ServerOptions<S>,
@@ -133,11 +132,11 @@ impl<S: ServerDescription> ManagedServer<S> {
         &self.port
     }
 
-    /// Kills the server if it runs, and starts it with its previous data. Unlike
-    /// [`restart_without_waiting`](Self::restart_without_waiting), returns before the server can be
-    /// paused.
+    /// Kills the server if it runs, and starts it with its previous data. Does not wait until the
+    /// process id is known, as [`restart_without_waiting`](Self::restart_without_waiting) does.
+    /// Until then, [`pause`](Self::pause) fails.
     pub(crate) fn launch(&mut self) -> io::Result<()> {
-        // Before the command is created, because the server may write its configuration file.
+        // `S::command` may write the configuration file, which a running server may rewrite.
         self.kill();
         self.running = Some(ManagedProcess::launch(&S::command(self)?)?);
         Ok(())
@@ -181,7 +180,7 @@ impl<S: ServerDescription> ManagedServer<S> {
     pub(crate) fn start_error(&self, output: &str) -> io::Error {
         let ServerProgram { name, package, .. } = S::PROGRAM;
         io::Error::other(format!(
-            "{name} does not start; is it installed (apt-get install {package})? Its output:\n{output}"
+            "{name} has ended or did not serve within {SERVER_TIME_LIMIT:?}; if it is not installed, run apt-get install {package}; its output:\n{output}"
         ))
     }
 
@@ -196,23 +195,23 @@ impl<S: ServerDescription> ManagedServer<S> {
         self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
-    /// Kills the server with all its processes (SIGKILL), so that it does not shut down cleanly.
-    /// They have ended when this returns.
+    /// Kills the server and its child processes (SIGKILL), so that it does not shut down cleanly,
+    /// and waits for their end.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Shuts the server down. It aborts what it executes and leaves consistent data.
+    /// Shuts the server down. The server aborts running requests and leaves consistent data.
     pub async fn stop(&mut self) -> io::Result<()> {
         self.running()?.shut_down(S::PROGRAM.stop).await?;
         self.running = None;
         Ok(())
     }
 
-    /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). On Linux, they
-    /// execute nothing after this returns.
+    /// Pauses the server and its child processes (SIGSTOP) until [`resume`](Self::resume). On
+    /// Linux, they execute nothing after this returns. On other systems, pauses only the server.
     pub fn pause(&self) -> io::Result<()> {
         self.running()?.pause()
     }
@@ -255,7 +254,7 @@ impl<S: ServerDescription> ManagedServer<S> {
 impl<S: ServerDescription> Drop for ManagedServer<S> {
     fn drop(&mut self) {
         // The process must end before the folder and the ports are dropped.
-        match (self.running.take(), S::PROGRAM.reap) {
+        match (self.running.take(), S::PROGRAM.reap_signal) {
             (Some(running), Some(signal)) => running.kill_and_reap(signal),
             (Some(running), None) => running.kill(),
             (None, _) => {}

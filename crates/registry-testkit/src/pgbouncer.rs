@@ -33,7 +33,7 @@ impl ServerDescription for Pooler {
         package: "pgbouncer",
         account: Some("postgres"),
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {

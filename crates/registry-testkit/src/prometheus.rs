@@ -23,7 +23,7 @@ pub const TOOL_VARIABLE: &str = "LOCK_REGISTRY_PROMTOOL";
 /// A Prometheus. Dropping this handle kills it.
 pub type Prometheus = ManagedServer<Scraper>;
 
-/// The options that only Prometheus has: none.
+/// Describes the program to [`ManagedServer`]. Prometheus has no options of its own.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Scraper;
@@ -36,7 +36,7 @@ impl ServerDescription for Scraper {
         package: "prometheus",
         account: None,
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {

@@ -1,5 +1,5 @@
-//! The options that the servers of all stores have in common. Each store has an alias with options
-//! of its own.
+//! The options that the servers of all stores have in common. Each store has a type alias, such as
+//! `RedisOptions`, that adds methods for its own options.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -65,7 +65,7 @@ impl<S: ServerDescription> ServerOptions<S> {
     /// testkit's own commands use a Unix socket or another port, without TLS; `etcdctl` uses TLS
     /// with the client certificate.
     ///
-    /// etcd accepts only clients with a certificate of the same authority. Redis does so with the
+    /// etcd requires a client certificate of the same authority. Redis requires one with the
     /// arguments `["--tls-auth-clients", "yes"]`, ZooKeeper with the setting
     /// `["ssl.clientAuth=need"]`.
     #[must_use]
@@ -74,7 +74,7 @@ impl<S: ServerDescription> ServerOptions<S> {
         self
     }
 
-    /// Makes the server use these clocks, which must outlive it.
+    /// Makes the server read its time from `clock`, which must outlive the server.
     #[cfg(target_os = "linux")]
     #[must_use]
     pub fn clock(mut self, clock: &ClockShim) -> Self {

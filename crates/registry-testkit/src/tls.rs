@@ -19,7 +19,7 @@ basicConstraints = critical, CA:TRUE
 keyUsage = critical, keyCertSign, cRLSign
 [server]
 basicConstraints = CA:FALSE
-# A server is a client as well, of other servers.
+# The servers of a cluster also connect to each other as clients.
 extendedKeyUsage = serverAuth, clientAuth
 subjectAltName = HOSTS
 [client]
@@ -27,9 +27,9 @@ basicConstraints = CA:FALSE
 extendedKeyUsage = clientAuth
 ";
 
-/// A folder with the certificate of an authority, and a server and a client certificate that it has
-/// signed. Each has its key. All files are PEM files. Clones share the folder; dropping the last
-/// clone removes it.
+/// A folder with the certificate of an authority, and with a server and a client certificate that
+/// the authority has signed, each with its private key, as PEM files. Clones share the folder;
+/// dropping the last clone removes it.
 #[derive(Debug, Clone)]
 pub struct TlsFolder(Arc<TempDir>);
 

@@ -41,7 +41,7 @@ impl ZkBackend {
         let client = session.client();
         let synced = client.sync(&path);
         let read = client.get_data(&path);
-        // Responses arrive in the order of the requests.
+        // Both requests are sent at once. The server executes them in order, so the sync is first.
         let synced = session.with_request_timeout(synced).await?;
         synced.map_err(|error| to_backend_error(&error))?;
         let value = match session.with_request_timeout(read).await? {
@@ -132,5 +132,6 @@ fn foreign_value_error() -> BackendError {
     )
 }
 
-/// The maximum number of attempts to write a value while other clients create or delete its node.
+/// The maximum number of rounds to write a value while other clients create or delete its node.
+/// Each round tries to set the value and then to create the node.
 const TRIES_MAX: u32 = 3;

@@ -35,4 +35,9 @@ async fn path(locks: &Registry) -> Result<(), LockError> {
     Ok(())
 }
 
+#[locked(key = "a", registry = locks, crate = 5)]
+async fn number(locks: &Registry) -> Result<(), LockError> {
+    Ok(())
+}
+
 fn main() {}

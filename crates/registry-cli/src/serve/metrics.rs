@@ -23,9 +23,9 @@ struct Counts {
 
 /// Returns the metrics of `published`. Uses a new recorder for each call, because a recorder would
 /// keep the series of names that are no longer locked.
-pub(crate) fn format(published: &Published, names: &MetricsObserver) -> Bytes {
+pub(crate) fn format(published: &Published, observer: &MetricsObserver) -> Bytes {
     let recorder = PrometheusBuilder::new().build_recorder();
-    let text = recorder.handle();
+    let handle = recorder.handle();
     with_local_recorder(&recorder, || {
         describe_gauge!("lockreg_holders", "holders of locks in the store");
         describe_gauge!(
@@ -39,7 +39,7 @@ pub(crate) fn format(published: &Published, names: &MetricsObserver) -> Bytes {
         );
         describe_gauge!(
             "lockreg_deadlocks",
-            "groups of labels that wait for each other in a cycle"
+            "groups of clients that wait for each other in a cycle"
         );
         describe_gauge!(
             "lockreg_snapshot_timestamp_seconds",
@@ -52,14 +52,14 @@ pub(crate) fn format(published: &Published, names: &MetricsObserver) -> Bytes {
         record(
             "lockreg_holders",
             "lockreg_longest_hold_seconds",
-            names,
+            observer,
             holders.map(|holder| (&holder.key, holder.mode, holder.held_for)),
         );
         let waiters = published.snapshot.waiters.iter();
         record(
             "lockreg_waiters",
             "lockreg_longest_wait_seconds",
-            names,
+            observer,
             waiters.map(|waiter| (&waiter.key, waiter.mode, waiter.waited_for)),
         );
         let deadlocks = u32::try_from(published.graph.deadlocks.len()).unwrap_or(u32::MAX);
@@ -69,19 +69,19 @@ pub(crate) fn format(published: &Published, names: &MetricsObserver) -> Bytes {
         gauge!("lockreg_snapshot_seconds").set(published.took.as_secs_f64());
         counter!("lockreg_snapshot_failures_total").absolute(published.failures);
     });
-    text.render().into()
+    handle.render().into()
 }
 
 /// Records the number of `claims` and the longest of their times, for each name and mode.
 fn record<'a>(
     number_gauge: &'static str,
     longest_gauge: &'static str,
-    names: &MetricsObserver,
+    observer: &MetricsObserver,
     claims: impl Iterator<Item = (&'a Key, ClaimMode, Option<Duration>)>,
 ) {
     let mut counts: BTreeMap<(Arc<str>, &'static str), Counts> = BTreeMap::new();
     for (key, mode, time) in claims {
-        let counts = counts.entry((names.name_of(key.as_str()), mode.name())).or_default();
+        let counts = counts.entry((observer.name_of(key.as_str()), mode.name())).or_default();
         counts.number += 1;
         counts.longest = counts.longest.max(time.unwrap_or_default());
     }

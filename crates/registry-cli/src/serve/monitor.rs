@@ -109,12 +109,13 @@ const EVENT_BACKLOG_MAX: usize = 16;
 /// The average share of one processor for snapshots. The requests of clients have a separate share
 /// of the same size.
 const PROCESSOR_SHARE: f64 = 0.04;
-/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. If the
-/// interval is shorter, this maximum limits the age of the data on the page.
+/// The maximum pause that [`PROCESSOR_SHARE`] and [`SNAPSHOT_PAUSE_FACTOR`] may cause. A longer
+/// interval still applies.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The minimum pause after a snapshot, in multiples of its duration. Limits the load of a store
-/// that scans all keys to find the locks, such as Redis with millions of other keys.
+/// The minimum pause after a successful snapshot, in multiples of its duration, up to
+/// [`PAUSE_MAX`]. Limits the load of a store that scans all keys to find the locks, such as Redis
+/// with millions of other keys.
 const SNAPSHOT_PAUSE_FACTOR: u32 = 4;
 
 /// The maximum interval after a failed snapshot, and the maximum pause that requests of clients

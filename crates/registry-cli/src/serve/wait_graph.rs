@@ -102,8 +102,8 @@ fn requests_of(snapshot: &Snapshot) -> (Vec<Request<'_>>, bool) {
         let mut blockers = HashMap::new();
         for holder in holders {
             let Some(units) = blocking_units(claim.mode, holder.mode) else { continue };
-            // A holder with the same label is another task of the same process. The graph assumes
-            // that this task continues, so it does not block the claim.
+            // A holder with the same label is the same process, which would wait for itself. The
+            // graph ignores such a wait, because another task of the process may release the lock.
             if let Some(label) = holder.label.as_deref().filter(|label| *label != waiter) {
                 let taken: &mut u32 = blockers.entry(label).or_default();
                 *taken = taken.saturating_add(units);

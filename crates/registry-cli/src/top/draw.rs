@@ -27,7 +27,7 @@ pub(crate) fn draw(frame: &mut Frame<'_>, view: &mut View) {
             let label = holder.and_then(|row| row.holder.as_ref()?.label.as_deref());
             let held_by = label.map_or_else(|| "another client".to_owned(), printable);
             let text = format!(
-                "y: release it by force    any other key: cancel\n\n{} is held by {held_by}.\n\nUntil the holder detects the loss, at its next renewal at the latest, two holders may run.",
+                "y: release it by force    any other key: cancel\n\n{} is held by {held_by}.\n\nUntil the holder detects the loss, at its next renewal or the end of its lease, two holders may run.",
                 printable(key.as_str())
             );
             draw_popup(frame, " Release by force ", &text, 10);

@@ -64,8 +64,9 @@ pub(crate) struct View {
     pub(crate) filter: String,
     pub(crate) focus: Focus,
     pub(crate) table: TableState,
-    /// The selected row. `arrange` finds the row again by its key and token.
-    selected: Option<Row>,
+    /// The row that was selected last. `arrange` finds it again by its key and token, or else by
+    /// its key.
+    last_selected: Option<Row>,
 }
 
 impl SortColumn {
@@ -91,11 +92,11 @@ impl View {
             filter: String::new(),
             focus: Focus::Table,
             table: TableState::default(),
-            selected: None,
+            last_selected: None,
         }
     }
 
-    /// Shows a new snapshot, or the error of one.
+    /// Stores a new snapshot and arranges its rows, or stores the error of a failed snapshot.
     pub(crate) fn record(&mut self, snapshot: Result<Snapshot, LockError>) {
         match snapshot {
             Ok(snapshot) => {
@@ -200,10 +201,11 @@ impl View {
         let last = self.rows.len().saturating_sub(1);
         let index = self.table.selected().unwrap_or(0).saturating_add_signed(rows).min(last);
         self.table.select((!self.rows.is_empty()).then_some(index));
-        self.selected = self.selected().cloned();
+        self.last_selected = self.selected().cloned();
     }
 
-    /// Filters and sorts the rows. The selected row stays selected if it still exists.
+    /// Filters and sorts the rows. The selected row stays selected. If it no longer exists, selects
+    /// another row of its key, or else the row at the same position.
     fn arrange(&mut self) {
         let Some(snapshot) = &self.snapshot else { return };
         let mut rows = rows_of(snapshot);
@@ -216,7 +218,7 @@ impl View {
         });
         self.rows = rows;
         let is_selected = |row: &Row, exact: bool| {
-            self.selected.as_ref().is_some_and(|selected| {
+            self.last_selected.as_ref().is_some_and(|selected| {
                 let token = |row: &Row| row.holder.as_ref().map(|holder| holder.token);
                 row.key == selected.key && (!exact || token(row) == token(selected))
             })
@@ -226,7 +228,7 @@ impl View {
             find(true).or_else(|| find(false)).or_else(|| self.table.selected()).unwrap_or(0);
         let last = self.rows.len().saturating_sub(1);
         self.table.select((!self.rows.is_empty()).then_some(index.min(last)));
-        self.selected = self.selected().cloned();
+        self.last_selected = self.selected().cloned();
     }
 }
 
@@ -296,7 +298,8 @@ pub(crate) mod tests {
         Key::new(text).unwrap()
     }
 
-    /// Returns a snapshot with these keys, labels and seconds since the grant, and these waiters.
+    /// Returns a snapshot with one holder for each element of `held`, which is a key, a label and
+    /// the seconds since the grant, and with one waiter for each key of `waiters`.
     pub(crate) fn snapshot(held: &[(&str, &str, u64)], waiters: &[&str]) -> Snapshot {
         let holder = |(nth, (name, label, seconds)): (usize, &(&str, &str, u64))| {
             Holder::new(key(name))
@@ -338,7 +341,7 @@ pub(crate) mod tests {
         for sorted in [
             ["free", "c", "b", "a"], // by label
             ["a", "c", "b", "free"], // the longest hold first
-            ["free", "a", "b", "c"], // by lease, which is the same
+            ["free", "a", "b", "c"], // by remaining lease, which is equal
             ["c", "free", "a", "b"], // the most waiters first
         ] {
             press(&mut view, KeyCode::Char('s'));
@@ -354,7 +357,7 @@ pub(crate) mod tests {
         press(&mut view, KeyCode::Char('/'));
         press(&mut view, KeyCode::Char('Y'));
         assert_eq!(row_keys(&view), ["a"]);
-        assert_eq!(press(&mut view, KeyCode::Char('q')), None, "a letter of the filter");
+        assert_eq!(press(&mut view, KeyCode::Char('q')), None, "the letter is added to the filter");
         assert_eq!(row_keys(&view), [""; 0]);
         press(&mut view, KeyCode::Backspace);
         press(&mut view, KeyCode::Enter);

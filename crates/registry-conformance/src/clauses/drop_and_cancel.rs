@@ -307,8 +307,9 @@ pub async fn no_local_lock_remains_for_unused_keys(context: &TestContext) {
     remote_guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Sweeps the acquisition that `make` creates. A completed acquisition must return a guard. After
-/// each run, each of `registries` acquires the lock, in this order.
+/// Drops the acquisition that `make` creates after each possible number of polls, in one run for
+/// each number. A completed acquisition must return a guard. After each run, each of `registries`
+/// acquires the lock, in this order.
 async fn sweep_acquisition<F>(
     context: &TestContext,
     make: impl AsyncFnMut() -> F,
@@ -437,8 +438,8 @@ pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
-/// Sweeps `work` on a held guard. After each run, the guard must still be held, and `work` must
-/// succeed.
+/// Drops the future of `work` on a held guard after each possible number of polls. After each run,
+/// the guard must still be held, and `work` must succeed.
 #[expect(
     clippy::future_not_send,
     reason = "the future is `Send` if that of `work` is, which no bound can express yet"
@@ -484,7 +485,7 @@ pub async fn close_may_be_dropped_at_every_poll(context: &TestContext) {
     sweep(make, POLLS_MAX, async |_| {
         let (local, guard) = lock_mutex(&slot).take().expect("the value was set");
         _ = local.close(Duration::from_millis(20)).await;
-        assert!(!guard.is_held(), "a closed registry holds");
+        assert!(!guard.is_held(), "the guard of a closed registry is still held");
         context.assert_becomes_free(&remote, "orders:42").await;
         context.assert_becomes_free(&remote, "orders:43").await;
     })

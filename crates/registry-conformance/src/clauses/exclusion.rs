@@ -157,7 +157,7 @@ pub async fn one_caller_holds_many_keys_at_once(context: &TestContext) {
     }
 }
 
-/// Of 21 concurrent `try_lock` calls in three processes, exactly one returns a guard. If
+/// Of 21 concurrent `try_lock` calls of three registries, exactly one returns a guard. If
 /// [votes may split](crate::Store::may_split_votes), it is possible that none returns one.
 pub async fn of_many_concurrent_try_locks_exactly_one_returns_a_guard(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await, context.registry().await];
@@ -178,7 +178,7 @@ pub async fn of_many_concurrent_try_locks_exactly_one_returns_a_guard(context: &
     panic!("none of {rounds_max} rounds has a winner");
 }
 
-/// The critical sections of eight tasks in two processes never overlap, and every task completes
+/// The critical sections of eight tasks of two registries never overlap, and every task completes
 /// its rounds.
 pub async fn critical_sections_of_several_processes_never_overlap(context: &TestContext) {
     let registries = [context.registry().await, context.registry().await];

@@ -11,7 +11,8 @@ use crate::context::{
 use crate::faulty::{Fault, Faults, Operation};
 use crate::harness::RemoteLock;
 
-/// A grant that is neither renewed nor released ends, so that a claim of another client is granted.
+/// A grant that is neither renewed nor released ends with its lease. The store then grants a claim
+/// of another client.
 pub async fn a_grant_ends_with_its_lease(context: &TestContext) {
     let (former, successor) = (context.client().await, context.client().await);
     assert_granted(&*former, &Claim::new(key("orders:42"), context.short_lease())).await;
@@ -52,14 +53,14 @@ pub async fn busy_attempts_do_not_extend_the_holders_lease(context: &TestContext
     // If an attempt extended the lease, the grant would never end, because the pause is shorter
     // than the lease.
     while let Attempt::Busy(_) = attempt(&*client, &successor).await {
-        assert!(Instant::now() < until, "attempts extend the lease of a dead holder");
+        assert!(Instant::now() < until, "busy attempts extend the lease of the holder");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     assert_freed(&*client, &successor).await;
 }
 
-/// Once its successor holds the key, an expired claim cannot renew, release or acquire it. The
-/// successor's grant is unaffected.
+/// After another claim has acquired the key, the expired claim cannot renew or release its grant,
+/// and an attempt with it is busy. The successor's grant is unaffected.
 pub async fn an_expired_claim_does_not_affect_its_successor(context: &TestContext) {
     let (former, successor) = (context.client().await, context.client().await);
     let expired = context.acquire_with_lease(&*former, context.short_lease()).await;
@@ -85,7 +86,7 @@ pub async fn retry_after_is_at_most_the_lease_plus_one_second(context: &TestCont
         let retry_after = busy.retry_after.unwrap_or_default();
         assert!(
             retry_after <= context.short_lease() + Duration::from_secs(1),
-            "{busy:?} of a lease of {:?}",
+            "{busy:?}: retry_after exceeds the lease of {:?} by more than 1 s",
             context.short_lease()
         );
     }
@@ -99,7 +100,8 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(context: &TestContext) {
         let options = LockOptions::new().lease(lease);
         let guard =
             registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-        assert!(guard.valid_for() < lease, "{:?} of a lease of {lease:?}", guard.valid_for());
+        let valid_for = guard.valid_for();
+        assert!(valid_for < lease, "valid for {valid_for:?}, not below the lease of {lease:?}");
         guard.unlock().await.expect("a held lock is unlocked");
     }
 }
@@ -107,14 +109,18 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(context: &TestContext) {
 /// The validity of a guard counts from before the request. A delayed reply shortens it by at least
 /// the delay, so that the holder stops before the store's lease ends.
 pub async fn a_slow_reply_shortens_the_validity_of_the_guard(context: &TestContext) {
-    // The delay exceeds the margin for clock rates, so that the margin cannot hide a missing
-    // deduction.
-    let (lease, slow) = (context.renewed_lease() * 10, context.renewed_lease() / 3);
-    let late = Fault::DelayReply(slow);
-    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
+    // The delay exceeds the margin for clock rates. A validity that ignores the delay therefore
+    // fails the assertion.
+    let (lease, delay) = (context.renewed_lease() * 10, context.renewed_lease() / 3);
+    let delayed_reply = Fault::DelayReply(delay);
+    let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, delayed_reply)).await;
     let registry = context.registry_over(&faulty, lease);
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
-    assert!(guard.valid_for() <= lease - slow, "{:?} is left of {lease:?}", guard.valid_for());
+    let valid_for = guard.valid_for();
+    assert!(
+        valid_for <= lease - delay,
+        "valid for {valid_for:?}: the lease of {lease:?} was not reduced by {delay:?}"
+    );
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
@@ -133,8 +139,8 @@ pub async fn a_waiter_acquires_the_lock_of_a_dead_holder(context: &TestContext) 
         .expect("a held lock is unlocked");
 }
 
-/// When an unrenewed lease has ended and another process has acquired the lock, the old guard
-/// already reports that it is not held. It has no validity left.
+/// When an unrenewed lease has ended and another registry, as of another process, has acquired the
+/// lock, the old guard already reports that it is not held. It has no validity left.
 pub async fn an_expired_guard_is_not_held_once_another_process_has_the_lock(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     for _ in 0..3 {
@@ -149,8 +155,8 @@ pub async fn an_expired_guard_is_not_held_once_another_process_has_the_lock(cont
     }
 }
 
-/// The lock of a killed operating-system process becomes free after its lease, and a waiter here
-/// acquires it.
+/// The lock of a killed operating-system process becomes free after its lease. A waiter in the test
+/// process then acquires it.
 pub async fn the_lock_of_a_killed_process_becomes_free_after_its_lease(context: &TestContext) {
     let mut remote = context.remote(context.renewed_lease()).await;
     assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
@@ -165,8 +171,8 @@ pub async fn the_lock_of_a_killed_process_becomes_free_after_its_lease(context: 
         .expect("a held lock is unlocked");
 }
 
-/// An operating-system process that is stopped beyond its lease and then continued reports that it
-/// does not hold the lock, and its unlock fails. The successor keeps the lock.
+/// An operating-system process is paused (SIGSTOP) for longer than its lease, and then resumed. It
+/// reports that it does not hold the lock, and its unlock fails. The successor keeps the lock.
 pub async fn a_stopped_process_detects_its_loss_and_does_not_affect_its_successor(
     context: &TestContext,
 ) {

@@ -48,7 +48,7 @@ pub async fn labels_are_returned_unchanged(context: &TestContext) {
     }
     let claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
-    assert_eq!(holder.label, None, "a holder without a label has one");
+    assert_eq!(holder.label, None, "`inspect` returned a label for a claim without a label");
     assert_freed(&*client, &claim).await;
 }
 
@@ -119,9 +119,13 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     let listed = admin(&*first).list().await.expect("list answers");
     assert_eq!(listed.len(), held.len(), "{listed:?}");
     for holder in listed {
-        let (_, token) =
-            held.get(holder.key.as_str()).unwrap_or_else(|| panic!("{holder:?} holds nothing"));
-        assert!(holder.token.is_none_or(|shown| shown == *token), "{holder:?} has {token:?}");
+        let (_, token) = held
+            .get(holder.key.as_str())
+            .unwrap_or_else(|| panic!("`list` returned {holder:?}, whose key is not held"));
+        assert!(
+            holder.token.is_none_or(|shown| shown == *token),
+            "`list` returned {holder:?}, whose grant has {token:?}"
+        );
     }
     for n in 0..30 {
         if let Some((claim, _)) = held.remove(&format!("orders:n{n}")) {
@@ -159,13 +163,13 @@ pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
 /// `NotHeld`. The results do not change once the next claim is granted, and that claim stays held.
 pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
     let client = context.client().await;
-    let broken = context.acquire_with_lease(&*client, context.long_lease()).await;
+    let old_claim = context.acquire_with_lease(&*client, context.long_lease()).await;
     force_release(&*client, "orders:42").await;
-    assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
-    assert_eq!(release(&*client, &broken).await, Release::NotHeld);
+    assert_eq!(renew(&*client, &old_claim).await, Renewal::Gone);
+    assert_eq!(release(&*client, &old_claim).await, Release::NotHeld);
     let next = context.acquire_with_lease(&*client, context.long_lease()).await;
-    assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
-    assert_eq!(release(&*client, &broken).await, Release::NotHeld);
+    assert_eq!(renew(&*client, &old_claim).await, Renewal::Gone);
+    assert_eq!(release(&*client, &old_claim).await, Release::NotHeld);
     assert_freed(&*client, &next).await;
 }
 
@@ -259,7 +263,7 @@ pub async fn a_forced_release_frees_the_lock_and_ends_the_guard(context: &TestCo
     assert_eq!(guard.lost().await, LostReason::Gone);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     let next = operator.obtain("orders:42").try_lock().await.expect("the store answers");
-    unlock(next.expect("the lock was broken")).await;
+    unlock(next.expect("the lock was released by force")).await;
 }
 
 /// A waiter acquires a lock after a forced release, without waiting for the end of the lease.
@@ -267,14 +271,14 @@ pub async fn a_waiter_acquires_the_lock_after_a_forced_release(context: &TestCon
     let (holding, waiting) = (context.client().await, context.registry().await);
     assert_granted(&*holding, &Claim::new(key("orders:42"), context.long_lease())).await;
     let lock = waiting.obtain("orders:42");
-    let (guard, broken) =
+    let (guard, released) =
         futures_util::future::join(lock.try_lock_for(context.max_wait()), async {
             tokio::time::sleep(Duration::from_millis(50)).await;
             force_release(&*holding, "orders:42").await
         })
         .await;
-    assert_eq!(broken, Release::Freed);
-    let guard = guard.expect("the store answers").expect("the lock was broken");
+    assert_eq!(released, Release::Freed);
+    let guard = guard.expect("the store answers").expect("the lock was released by force");
     guard.unlock().await.expect("a held lock is unlocked");
 }
 

@@ -1,6 +1,6 @@
-//! Binds parameters to the statements of `sql`. Each binding that contains a time reads the clock
-//! again. Exceptions are [`write_row`](SqliteStatementBinder::write_row), whose times `records` has
-//! set, and the `free_since` of a purge.
+//! Binds parameters to the statements of `sql`. Each function that binds a time reads the clock.
+//! Exceptions: the module `records` sets the times of
+//! [`write_row`](SqliteStatementBinder::write_row), and the caller of a purge sets `free_since`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ impl SqliteStatementBinder {
         self.grant(sql, claim, claim_bytes(claim), token, label, now)
     }
 
-    /// Binds [`sql::ACQUIRE_AT`] for a claim that is then alone in its record.
+    /// Binds [`sql::ACQUIRE_AT`] for a claim that becomes the only entry of the key's record.
     pub(super) fn acquire_single_entry(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         let now = self.clock.now();
         let until = now.saturating_add(to_micros(claim.lease()));
@@ -245,27 +245,28 @@ impl SqliteStatementBinder {
         batch: &'static BatchStatement,
         claims: &[Claim],
     ) -> SqliteQuery {
-        // At a release, the claim's token block is the number of tokens that its holder has used.
+        // At a release, the claim's token block is the number of tokens that may have been used.
         let used_tokens = |claim: &Claim, _| i64::from(claim.token_block());
         self.claims_query(batch, claims, used_tokens)
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
     ///
-    /// A process may be paused after it read the clock, and resume after a lease has expired. The
-    /// statement then prolongs that lease, if no other claim was granted the key meanwhile. This is
-    /// safe, because until then no other claim held the key.
+    /// This function reads the clock before the statement runs. After a pause in between, the
+    /// statement may renew an expired grant. This is safe: the row must still contain this claim,
+    /// so no other claim was granted the key.
     pub(super) fn renew(&self, batch: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
         let until = |claim: &Claim, now: i64| now.saturating_add(to_micros(claim.lease()));
         self.claims_query(batch, claims, until)
     }
 
-    /// Binds key, claim and one number for each claim. `number` also receives the current time.
+    /// Binds three parameters for each claim: key, claim and the result of `third_parameter`, which
+    /// also receives the current time.
     fn claims_query(
         &self,
         batch: &'static BatchStatement,
         claims: &[Claim],
-        number: impl Fn(&Claim, i64) -> i64,
+        third_parameter: impl Fn(&Claim, i64) -> i64,
     ) -> SqliteQuery {
         let now = self.clock.now();
         let mut statement = self.batch_query(batch, now);
@@ -273,7 +274,7 @@ impl SqliteStatementBinder {
             statement = statement
                 .bind(key_bytes(claim.key()))
                 .bind(claim_bytes(claim))
-                .bind(number(claim, now));
+                .bind(third_parameter(claim, now));
         }
         for _ in claims.len()..batch.items_max {
             statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
@@ -305,24 +306,24 @@ impl SqliteStatementBinder {
             .bind(Arc::clone(&self.namespace))
     }
 
-    pub(super) fn purge_candidates(&self, from: &RowKey, free_since: i64) -> SqliteQuery {
-        self.purge_query(sql::PURGE_CANDIDATES, from, free_since)
+    pub(super) fn purge_candidates(&self, after: &RowKey, free_since: i64) -> SqliteQuery {
+        self.purge_query(sql::PURGE_CANDIDATES, after, free_since)
     }
 
-    pub(super) fn purge(&self, from: &RowKey, to: &RowKey, free_since: i64) -> SqliteQuery {
-        self.purge_query(sql::PURGE, from, free_since).bind(to.0.clone()).bind(to.1.clone())
+    pub(super) fn purge(&self, after: &RowKey, to: &RowKey, free_since: i64) -> SqliteQuery {
+        self.purge_query(sql::PURGE, after, free_since).bind(to.0.clone()).bind(to.1.clone())
     }
 
-    fn purge_query(&self, sql: &'static str, from: &RowKey, free_since: i64) -> SqliteQuery {
+    fn purge_query(&self, sql: &'static str, after: &RowKey, free_since: i64) -> SqliteQuery {
         query(sql)
-            .bind(from.0.clone())
-            .bind(from.1.clone())
+            .bind(after.0.clone())
+            .bind(after.1.clone())
             .bind(free_since)
             .bind(Arc::clone(&self.boot))
     }
 
-    pub(super) fn save_purge_position(next: &RowKey) -> SqliteQuery {
-        query(sql::SAVE_PURGE_POSITION).bind(next.0.clone()).bind(next.1.clone())
+    pub(super) fn save_purge_position(position: &RowKey) -> SqliteQuery {
+        query(sql::SAVE_PURGE_POSITION).bind(position.0.clone()).bind(position.1.clone())
     }
 }
 

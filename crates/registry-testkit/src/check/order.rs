@@ -1,10 +1,10 @@
-//! The main check: the holders of a key that exclude each other follow each other in the order of
-//! their tokens. It ignores leases.
+//! The main check: conflicting grants of a key take effect in the order of their tokens. The check
+//! ignores leases.
 //!
 //! The grants of a lock are numbered by their tokens. In every linearization of a history, a grant
 //! begins after the end of each grant that has a smaller token and an excluding mode. Compatible
-//! grants may begin and end in any order. The order of all steps that matter is therefore fixed,
-//! and no search is necessary. One sweep places each step as early as its window and its
+//! grants may begin and end in any order. The order of all conflicting steps is therefore
+//! fixed, and no search is necessary. One sweep places each step as early as its window and its
 //! predecessors allow. If a step then falls after the end of its own window, the history has no
 //! linearization.
 //!
@@ -23,7 +23,7 @@ use super::violation::{Describer, Promise, Violation};
 
 /// Checks the tokens of each key, and returns the number of judged grants: those with a token.
 ///
-/// - The holders that exclude each other follow each other in the order of their tokens.
+/// - Conflicting grants take effect in the order of their tokens.
 /// - No token is issued twice.
 /// - An upgrade takes a larger token, and a downgrade keeps its token.
 /// - The permits never take more units than the key has.
@@ -70,7 +70,10 @@ fn check_conversions(history: &History, phases: &[(u64, Phase<'_>)]) -> Result<(
     Err(Violation {
         promise: Promise::HoldersFollowTokens,
         key: Arc::clone(&phase.grant.key),
-        why: format!("the conversion to {} changed token {before} to {token}", phase.mode),
+        why: format!(
+            "the conversion to {} has token {token} after token {before}; an upgrade must take a larger token, a downgrade must keep its token",
+            phase.mode
+        ),
         operations: vec![Describer::new(history).grant(phase.grant)],
     })
 }
@@ -105,7 +108,8 @@ type Earliest<'a> = (u64, OrderStep<'a>);
 /// The constraints that the phases with smaller tokens set for the next phase.
 #[derive(Default)]
 struct EarlierPhases<'a> {
-    /// For each mode, the latest of the earliest possible ends of its phases.
+    /// For each [class](same_class) of modes, the latest of the earliest possible ends of its
+    /// phases.
     ends: Vec<(ClaimMode, Earliest<'a>)>,
     /// The phases that end by a conversion, with their starts, until that conversion is placed.
     unfinished: Vec<(Phase<'a>, Earliest<'a>)>,
@@ -148,7 +152,11 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
         let excluded = |(other, _): &&(Phase<'_>, _)| excludes(other.mode, phase.mode);
         if let Some((other, (_, other_begin))) = earlier.unfinished.iter().find(excluded) {
             let conversion = OrderStep { name: "conversion", window: other.end, ..*other_begin };
-            return Err(violation(history, conversion, begin));
+            let why = format!(
+                "the {name} with token {token} must follow the conversion of the holder with token {}, which has a larger token",
+                conversion.token
+            );
+            return Err(violation(history, conversion, begin, why));
         }
         let mut earliest = (begin.window.from, begin);
         let previous_begin = previous.map(|(_, begin)| begin);
@@ -158,7 +166,7 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
             }
         }
         if earliest.0 > begin.window.to {
-            return Err(violation(history, earliest.1, begin));
+            return Err(late_step(history, earliest.1, begin));
         }
         if let Some((previous_phase, _)) = previous {
             earlier.record_end(previous_phase.mode, earliest);
@@ -172,7 +180,7 @@ fn sweep(history: &History, numbered: &[(u64, Phase<'_>)]) -> Result<(), Violati
             earliest = (end.window.from, end);
         }
         if earliest.0 > end.window.to {
-            return Err(violation(history, earliest.1, end));
+            return Err(late_step(history, earliest.1, end));
         }
         earlier.record_end(phase.mode, earliest);
     }
@@ -206,7 +214,27 @@ fn check_confirmed_units(history: &History, grants: &[&RecordedGrant]) -> Result
     Ok(())
 }
 
-fn violation(history: &History, earlier: OrderStep<'_>, later: OrderStep<'_>) -> Violation {
+/// Returns the violation by `later`, which took effect before `earlier`.
+fn late_step(history: &History, earlier: OrderStep<'_>, later: OrderStep<'_>) -> Violation {
+    let describe = Describer::new(history);
+    let why = format!(
+        "the {} of token {} was over {}, before the {} of token {} could begin {}",
+        later.name,
+        later.token,
+        describe.time(later.window.to),
+        earlier.name,
+        earlier.token,
+        describe.time(earlier.window.from),
+    );
+    violation(history, earlier, later, why)
+}
+
+fn violation(
+    history: &History,
+    earlier: OrderStep<'_>,
+    later: OrderStep<'_>,
+    why: String,
+) -> Violation {
     let describe = Describer::new(history);
     let mut operations = vec![describe.grant(earlier.grant)];
     if !std::ptr::eq(later.grant, earlier.grant) {
@@ -215,15 +243,7 @@ fn violation(history: &History, earlier: OrderStep<'_>, later: OrderStep<'_>) ->
     Violation {
         promise: Promise::HoldersFollowTokens,
         key: Arc::clone(&later.grant.key),
-        why: format!(
-            "the {} of token {} was over {}, before the {} of token {} could begin {}",
-            later.name,
-            later.token,
-            describe.time(later.window.to),
-            earlier.name,
-            earlier.token,
-            describe.time(earlier.window.from),
-        ),
+        why,
         operations,
     }
 }

@@ -45,7 +45,7 @@ impl ServerDescription for Etcd {
         package: "etcd-server",
         account: None,
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {

@@ -31,7 +31,7 @@ impl ServerDescription for MariaDb {
         package: "mariadb-server",
         account: Some("mysql"),
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {

@@ -25,7 +25,7 @@ impl ServerDescription for Postgres {
         package: "postgresql",
         account: Some("postgres"),
         stop: Signal::SIGINT,
-        reap: Some(Signal::SIGQUIT),
+        reap_signal: Some(Signal::SIGQUIT),
     };
 
     fn program() -> PathBuf {

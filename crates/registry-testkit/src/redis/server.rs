@@ -26,7 +26,7 @@ impl ServerDescription for Redis {
         package: "redis-server",
         account: None,
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {

@@ -68,7 +68,7 @@ impl ServerDescription for ZooKeeper {
         package: "zookeeper",
         account: None,
         stop: Signal::SIGTERM,
-        reap: None,
+        reap_signal: None,
     };
 
     fn program() -> PathBuf {
