@@ -245,7 +245,7 @@ Examples:
 pub(crate) struct AcquireArgs {
     /// The maximum time to connect and to wait for the lock. Then the status is 75, or that of
     /// --conflict-exit-code; or 69 if the store is unreachable. Without this option, connecting is
-    /// retried for `connect_timeout` [default: no limit; with --once-per or --tick: no wait]
+    /// retried for `connect_timeout` [default: no limit]
     #[arg(long, value_name = "TIME", value_parser = parse_wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
     /// Does not wait; if the lock is held, the status is 75, or that of --conflict-exit-code
@@ -274,8 +274,8 @@ pub(crate) struct AcquireArgs {
     /// runs, unless LOCK_REGISTRY_RENEW or the URL sets `renew` to false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub(crate) lease: Option<String>,
-    /// The minimum time that the key stays locked. If the command ends earlier, lockreg waits until
-    /// this time is over. A signal ends this wait; the key then stays locked until its lease ends
+    /// The minimum time that the key stays locked. lockreg waits until this time is over. A signal
+    /// ends this wait; the key then stays locked until its lease ends
     #[arg(long, value_name = "TIME", value_parser = parse_time, allow_hyphen_values = true)]
     pub(crate) min_hold: Option<Duration>,
     /// The maximum time to hold the lock. Then the lock counts as lost: the command is ended, and
@@ -396,7 +396,8 @@ pub(crate) struct ValueArgs {
 
 /// Releases a lock by force
 ///
-/// The holder detects the loss at its next renewal at the latest. Until then, two holders may run.
+/// The holder detects the loss at its next renewal or at the end of its lease, at the latest. Until
+/// then, two holders may run.
 /// The status is 1 if the key is not locked.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  lockreg break nightly\n  lockreg break nightly --yes")]
