@@ -1,5 +1,5 @@
-//! This module declares the engine's options and finds every option by name. `Options` holds one
-//! source's values as text. The precedence of the sources is in `config`.
+//! This module declares the engine's options and finds every option by name. `Options` holds option
+//! values as text. The precedence of the sources is in `config`.
 
 use std::fmt;
 
@@ -137,7 +137,8 @@ pub(crate) fn variable(option: &str) -> String {
 
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
-/// The options of one source as text, in the order in which they were set. [`Options::set`] checks
+/// Option values as text, in the order in which they were set: those of one source, or the merged
+/// result. [`Options::set`] checks
 /// the syntax of a value. [`Options::replace`] checks nothing. The range depends on the store, so
 /// `config` checks it later.
 #[derive(Debug, Clone, Default)]
@@ -244,24 +245,25 @@ pub(crate) const REDACTED: &str = "***";
 
 /// Returns a description of the stores that have the option `name`, for messages.
 pub(crate) fn describe_stores_with(name: &str) -> String {
-    // `full_stores` have the option with all their schemes, `partial_stores` with some of them.
-    let mut full_stores = Vec::new();
-    let mut partial_stores = Vec::new();
+    // The primary schemes of the stores that have the option with all their schemes.
+    let mut schemes = Vec::new();
+    // The descriptions of the stores that have the option with some of their schemes.
+    let mut descriptions = Vec::new();
     for store in scheme::stores() {
         for row in store.rows().filter(|row| row.name == name) {
             match row.stores {
-                None => full_stores.push(scheme::primary_scheme(store)),
-                Some(part) if !partial_stores.contains(&part.to_owned()) => {
-                    partial_stores.push(part.to_owned())
+                None => schemes.push(scheme::primary_scheme(store)),
+                Some(part) if !descriptions.contains(&part.to_owned()) => {
+                    descriptions.push(part.to_owned())
                 }
                 Some(_) => {}
             }
         }
     }
-    if !full_stores.is_empty() {
-        partial_stores.insert(0, format!("{} stores", joined_list(&full_stores)));
+    if !schemes.is_empty() {
+        descriptions.insert(0, format!("{} stores", joined_list(&schemes)));
     }
-    joined_list(&partial_stores)
+    joined_list(&descriptions)
 }
 
 /// Formats a list: `a, b and c`.
@@ -312,7 +314,8 @@ pub struct OptionDescription {
     pub name: &'static str,
     /// The environment variable.
     pub variable: String,
-    /// The stores to which this line applies.
+    /// The stores to which this line applies. `all` means all stores without a line of their own
+    /// for this option.
     pub stores: String,
     /// The default, as Markdown text.
     pub default: &'static str,

@@ -89,7 +89,9 @@ impl LastSeen {
 /// The options of the command line for acquiring the lock.
 #[derive(Debug)]
 pub(crate) struct AcquireOptions {
-    /// The time limit for connecting and acquiring together, or `None` for no limit.
+    /// The time from the start for which failed attempts to connect are repeated and the lock is
+    /// waited for. `None` if `--wait` is not set: connecting is then repeated for
+    /// `connect_timeout`. The wait has no limit, or is zero for a command that runs once per tick.
     pub(crate) wait_limit: Option<Duration>,
     pub(crate) lock_options: LockOptions,
     pub(crate) min_hold: Duration,

@@ -243,16 +243,16 @@ Examples:
 /// Options for acquiring a lock.
 #[derive(Debug, Args)]
 pub(crate) struct AcquireArgs {
-    /// The maximum time to connect and to wait for the lock. Then the status is 75, or that of
-    /// --conflict-exit-code; or 69 if the store is unreachable. Without this option, connecting is
-    /// retried for `connect_timeout` [default: no limit]
+    /// The maximum time to wait for the lock, and to repeat failed attempts to connect. Then the
+    /// status is 75, or that of --conflict-exit-code; or 69 if the store is unreachable. Without
+    /// this option, connecting is retried for `connect_timeout` [default: no limit]
     #[arg(long, value_name = "TIME", value_parser = parse_wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
     /// Does not wait; if the lock is held, the status is 75, or that of --conflict-exit-code
     #[arg(long)]
     pub(crate) no_wait: bool,
     /// The exit status if the lock was not acquired in time, 0 to 255
-    #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_OBTAINED)]
+    #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_ACQUIRED)]
     pub(crate) conflict_exit_code: u8,
     /// Shares the lock with other holders that share it; excludes exclusive holders
     #[arg(long, conflicts_with_all = ["permits", "also"])]

@@ -11,7 +11,7 @@ use tokio::time::sleep;
 
 use crate::acquire::{LockObserver, close_after, warn_if_process_local};
 use crate::args;
-use crate::exit::{self, CliError, causes};
+use crate::exit::{self, CliError, error_chain};
 use crate::lock::HeldLock;
 use crate::output::{Output, printable};
 use crate::run::command::Program;
@@ -46,7 +46,8 @@ impl ElectCommand {
                 Election::DATA_BYTES_MAX
             )));
         }
-        // As in `run`, the errors of a missing program have the lowest priority.
+        // As in `run`, the command is checked last: any other mistake must end with status 64, not
+        // with the status of a missing command.
         let program = Program::find(elect.command.clone())?;
         let &args::ElectArgs { priority, grace, .. } = elect;
         Ok(Self { role, data: elect.data.clone(), priority, grace, program, store })
@@ -112,14 +113,15 @@ impl Candidate<'_> {
                     return Ok(RunEnd::by_signal(signal));
                 }
             };
-            // `LockedRun` writes this record when the command ends: the role has no leader.
+            // This record states that the role has no leader. `LockedRun` writes it after the
+            // command has ended, unless the lock was lost.
             let (guard, vacant_record) = match won {
                 Ok(won) => {
                     reported = None;
                     won
                 }
                 Err(error @ (LockError::Backend { .. } | LockError::Lost { .. })) => {
-                    let texts = causes(&error);
+                    let texts = error_chain(&error);
                     // An outage would otherwise print the same line at each retry.
                     let was_reported = reported
                         .as_ref()
@@ -171,6 +173,7 @@ impl Candidate<'_> {
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// The pause after a failed campaign.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// The termination of the command begins when the last third of the lease begins. Renewals begin
-/// after the first third, so several renewals must fail before that.
+/// The termination of the command begins when this part of the lease is left, measured when the
+/// campaign is won. Renewals begin after the first third, so several renewals must fail before
+/// that.
 const MARGIN_DIVISOR: u32 = 3;

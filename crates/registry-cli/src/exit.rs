@@ -13,8 +13,8 @@ use lock_registry::{ConfigError, LockError};
 /// The result of the command is negative: the key is not locked (`show`, `break`) or has no value
 /// block (`value`), or there is a warning (`doctor --strict`).
 pub(crate) const NEGATIVE_RESULT: u8 = 1;
-/// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
-pub(crate) const NOT_OBTAINED: u8 = 75;
+/// The lock was not acquired in time. `EX_TEMPFAIL` of sysexits.h.
+pub(crate) const NOT_ACQUIRED: u8 = 75;
 /// The lock was lost while it was held.
 pub(crate) const LOST: u8 = 76;
 
@@ -103,13 +103,13 @@ impl CliError {
 
     /// Returns the texts of this failure and its causes, outermost first.
     pub(crate) fn chain(&self) -> Vec<String> {
-        causes(self)
+        error_chain(self)
     }
 }
 
 /// Returns the texts of `error` and its causes. Omits a cause if the previous text contains its
 /// text.
-pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
+pub(crate) fn error_chain(error: &dyn StdError) -> Vec<String> {
     let mut texts: Vec<String> = Vec::new();
     let mut next = Some(error);
     while let Some(error) = next {

@@ -137,6 +137,9 @@ async fn hold_until_end(
             report_loss(output, key, reason).await;
             Ok(RunEnd::Lost { is_end_requested: false })
         }
+        // The program that started `lockreg` did not learn of the lock, so a closed stdout, which
+        // other commands ignore, is a failure here.
+        (_, Some(Err(CliError::Output(error)))) => Err(CliError::Output(io::Error::other(error))),
         (_, Some(Err(failure))) => Err(failure),
         (Err(error), _) => Err(error.into()),
         (Ok(()), _) => Ok(RunEnd::Exited(0)),

@@ -28,7 +28,7 @@ use crate::acquire::{
     AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_if_process_local,
 };
 use crate::args;
-use crate::exit::{self, CliError, causes};
+use crate::exit::{self, CliError, error_chain};
 use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, printable};
 use crate::signals::{self, Signals, is_termination_signal};
@@ -131,10 +131,10 @@ pub(crate) struct LockedRun<'a> {
     output: Output,
 }
 
-/// How a command under a lock has ended.
+/// How `run`, `elect` or `hold` has ended.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RunEnd {
-    /// The command exited, or a signal ended it. `lockreg` exits with this status.
+    /// Without a loss. `lockreg` exits with this status.
     Exited(u8),
     /// The lock was lost, or its lease was about to end.
     Lost {
@@ -243,8 +243,11 @@ impl<'a> LockedRun<'a> {
         if let Err(error) = released {
             output.alert(
                 "release_failed",
-                &format!("{}; the key is free by the end of its lease", causes(&error).join(": ")),
-                json!({ "key": key, "causes": causes(&error) }),
+                &format!(
+                    "{}; the key is free by the end of its lease",
+                    error_chain(&error).join(": ")
+                ),
+                json!({ "key": key, "causes": error_chain(&error) }),
             );
         }
         Ok(RunEnd::Exited(command_exit.status()))
@@ -273,8 +276,11 @@ impl<'a> LockedRun<'a> {
         match CommandProcess::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {
                 // With a margin, the watchdog also ends the command before the end of the lease.
-                let grace =
-                    if self.margin.is_zero() { self.grace } else { kill_after(self.margin) };
+                let grace = if self.margin.is_zero() {
+                    self.grace
+                } else {
+                    self.grace.min(kill_after(self.margin))
+                };
                 watchdog.watch_group(running.group(), grace);
                 watchdog.set_deadline(self.guard.valid_for().saturating_sub(self.margin));
                 // This process may have been stopped again before the watchdog knew of the lease.
@@ -391,6 +397,9 @@ impl Supervisor<'_> {
                         self.on_signal(signal);
                     }
                 }
+                () = lease_ends_within(self.guard, self.margin), if self.lost.is_none() => {
+                    self.on_lease_ending();
+                }
                 // Without a new deadline, the watchdog would treat the lease as expired.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => self.update_deadline(),
                 () = tokio::time::sleep_until(next_step_at.min(now + GROUP_POLL_INTERVAL)) => {}
@@ -412,7 +421,8 @@ impl Supervisor<'_> {
         self.watchdog.set_deadline(self.guard.valid_for().saturating_sub(self.margin));
     }
 
-    /// Begins to end the command before the lease ends, because no renewal was confirmed in time.
+    /// Requests the termination of the command before the lease ends, because no renewal was
+    /// confirmed in time.
     fn on_lease_ending(&mut self) {
         self.lost = Some(LostReason::Expired);
         let grace = self.grace.min(kill_after(self.guard.valid_for()));
@@ -441,8 +451,9 @@ impl Supervisor<'_> {
                 self.request_termination(signal);
             }
             Signal::SIGTSTP => {
-                // The terminal sends SIGTSTP to this group only if the command does not have the
-                // terminal. Another process of a pipeline may then use it (`lockreg run … | less`).
+                // If the terminal sent this SIGTSTP, the command's group was not the foreground
+                // group. The command then gets no terminal when it resumes, because another process
+                // of a pipeline may use the terminal (`lockreg run … | less`).
                 let had_terminal = self.terminal.is_foreground(self.running.group());
                 self.running.signal_all(signal);
                 terminal::stop_self();
@@ -459,10 +470,11 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Ctrl-C reaches the command's group directly, so `lockreg` does not receive it. If it has
-    /// ended the command, the rest of the group has the grace time to end.
+    /// If a signal of the terminal (such as Ctrl-C) ended the command, gives the rest of its group
+    /// the grace time to end. The terminal sends this signal only to the command's group, so
+    /// `lockreg` infers the signal from the command's exit.
     fn on_end(&mut self, command_exit: CommandExit) {
-        let is_by_key = match command_exit {
+        let is_terminal_signal = match command_exit {
             CommandExit::Signal(signal) => {
                 matches!(signal, Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)
             }
@@ -470,7 +482,7 @@ impl Supervisor<'_> {
             CommandExit::Status(status) => matches!(status, 129..=131),
             CommandExit::RealTimeSignal(_) => false,
         };
-        if is_by_key
+        if is_terminal_signal
             && let Termination::NotRequested = self.termination
             && self.terminal.is_foreground(self.running.group())
         {

@@ -27,7 +27,7 @@ use crate::store::StoreConfig;
 enum Update {
     Input(Event),
     Snapshot(Result<Snapshot, LockError>),
-    Broken(Key, Result<bool, LockError>),
+    ForceReleased(Key, Result<bool, LockError>),
 }
 
 /// `lockreg top`.
@@ -36,10 +36,17 @@ pub(crate) async fn top(
     args: &args::TopArgs,
     output: Output,
 ) -> Result<u8, CliError> {
-    if global.json || !io::stdin().is_terminal() || !io::stdout().is_terminal() {
-        return Err(CliError::usage(
-            "`lockreg top` needs a terminal; in scripts, use `lockreg --json list` and `lockreg --json list --waiters`",
-        ));
+    let problem = if global.json {
+        "has no JSON output"
+    } else if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+        "needs a terminal"
+    } else {
+        ""
+    };
+    if !problem.is_empty() {
+        return Err(CliError::usage(format!(
+            "`lockreg top` {problem}; in scripts, use `lockreg --json list` and `lockreg --json list --waiters`"
+        )));
     }
     let store = StoreConfig::choose(global)?;
     let registry = Arc::new(store.open(output).await?);
@@ -97,7 +104,7 @@ async fn show(
             };
             match update {
                 Some(Update::Snapshot(snapshot)) => view.record(snapshot),
-                Some(Update::Broken(key, released)) => view.set_message(match released {
+                Some(Update::ForceReleased(key, released)) => view.set_message(match released {
                     Ok(true) => format!("{} was released", printable(key.as_str())),
                     Ok(false) => format!("{} was not locked any more", printable(key.as_str())),
                     Err(error) => error.to_string(),
@@ -141,7 +148,7 @@ fn break_lock(registry: &Arc<Registry>, key: Key, updates: &mpsc::Sender<Update>
     let (registry, updates) = (Arc::clone(registry), updates.clone());
     tokio::spawn(async move {
         let released = registry.force_release(key.as_str()).await;
-        _ = updates.send(Update::Broken(key, released)).await;
+        _ = updates.send(Update::ForceReleased(key, released)).await;
     });
 }
 

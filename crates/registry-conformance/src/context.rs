@@ -174,8 +174,8 @@ impl TestContext {
     }
 
     /// Returns a lease that renewals keep alive.
-    pub(crate) fn renewed_lease(&self) -> Duration {
-        self.store.renewed_lease().max(self.capabilities.lease_min)
+    pub(crate) fn renewable_lease(&self) -> Duration {
+        self.store.renewable_lease().max(self.capabilities.lease_min)
     }
 
     /// Returns one hour, or the longest lease of the store if that is shorter. A clause normally

@@ -55,7 +55,7 @@ pub trait Store: Debug + Send + Sync {
     }
 
     /// Returns a lease that renewals keep alive even on a slow and loaded machine, by default 4 s.
-    fn renewed_lease(&self) -> Duration {
+    fn renewable_lease(&self) -> Duration {
         Duration::from_secs(4)
     }
 

@@ -387,7 +387,7 @@ macro_rules! __for_all_clauses {
                 a_period_runs_once [values],
                 a_named_tick_is_not_repeated_while_it_is_the_last_one [values],
                 a_run_that_lost_its_lock_does_not_record_the_tick [values inspect],
-                a_record_with_a_lost_reply_is_repeated [values],
+                a_record_write_with_a_lost_reply_is_repeated [values],
                 a_foreign_value_is_refused [values],
                 a_run_may_be_dropped_at_every_poll [fault_free values],
             }

@@ -290,7 +290,7 @@ async fn admit(
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
-            Err(NotAdmitted::PassedOn) => continue,
+            Err(NotAdmitted::Revoked) => continue,
             Err(NotAdmitted::Closed) => return Err(LockError::Closed),
         };
         return Ok(Some(PermitOrGuard::Guard(guard)));

@@ -248,7 +248,7 @@ enum ChannelState {
     Pending(Option<Waker>),
     Sent(Admission),
     /// The waiter did not receive its admission in time. A permit in it passed to the next waiter.
-    PassedOn,
+    Revoked,
     /// The registry is closing.
     Closed,
     /// The waiter has received its admission, or is gone.
@@ -299,7 +299,7 @@ impl AdmissionChannel {
                 }
                 Poll::Pending
             }
-            ChannelState::PassedOn => Poll::Ready(Err(NotAdmitted::PassedOn)),
+            ChannelState::Revoked => Poll::Ready(Err(NotAdmitted::Revoked)),
             ChannelState::Sent(_) => match std::mem::replace(&mut *state, ChannelState::Done) {
                 ChannelState::Sent(admission) => Poll::Ready(Ok(admission)),
                 _ => Poll::Ready(Err(NotAdmitted::Closed)),
@@ -312,7 +312,7 @@ impl AdmissionChannel {
     fn revoke(&self) {
         let mut state = self.state();
         if matches!(*state, ChannelState::Sent(_)) {
-            let unreceived = std::mem::replace(&mut *state, ChannelState::PassedOn);
+            let unreceived = std::mem::replace(&mut *state, ChannelState::Revoked);
             drop(state);
             drop(unreceived);
         }
@@ -355,8 +355,9 @@ pub(crate) enum NotAdmitted {
     /// The deadline passed. Contains the error of the last request by the caller with the local
     /// permit, if that request failed.
     TimedOut(Option<BackendError>),
-    /// The caller was admitted but was not polled for the length of a lease. It must queue again.
-    PassedOn,
+    /// The caller was admitted but was not polled for the length of a lease, so the admission was
+    /// revoked. It must queue again.
+    Revoked,
     /// The owner holds the key in a mode that excludes the requested one, so the caller would wait
     /// for its own owner.
     HeldByOwner(ClaimMode),
@@ -595,8 +596,9 @@ impl LocalLock {
     /// passes the local permit to the first remaining waiter.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // The exclusive hold may still be active: an upgraded grant is exclusive but has no local
-        // permit, so another caller may have had the permit that is passed on here.
+        // An exclusive hold can be active while the permit of another caller is passed on, because
+        // a grant that was upgraded to exclusive has no local permit. Only a hold that has ended is
+        // cleared.
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
@@ -610,8 +612,9 @@ impl LocalLock {
             next.map(|(ticket, waiter)| wait_queue.record_sent(ticket, waiter, &self.engine));
         wait_queue.is_permit_taken = next.is_some();
         if next.is_none() {
-            // The next caller sends its own request. The error stays for callers that are queued or
-            // arrive while a waiter's first request has no response.
+            // No caller has the permit now, and the next caller sends its own request, so the error
+            // is cleared. If the permit passes to a waiter instead, the error is kept until the
+            // store responds to that waiter. Callers queued until then return it at their deadline.
             wait_queue.clear_store_error(&self.has_store_error);
         }
         if wait_queue.waiters.is_empty() {
@@ -634,7 +637,7 @@ impl LocalLock {
 }
 
 impl StallCheck for LocalLock {
-    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool {
+    fn check_stalled(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
         wait_queue.unreceived_permit.take_if(|sent| !sent.channel.is_open());
@@ -884,8 +887,8 @@ impl LocalPermit {
 
 impl ReleasePermit for LocalPermit {
     fn record_error(&self, error: &BackendError) {
-        // While an extra permit exists, this process may hold the key. Other callers must then find
-        // it busy.
+        // The error of an extra permit is not recorded. The caller with the local permit may hold
+        // the key, so queued callers must return `TimedOut(None)`, not this error.
         if self.passes_on {
             self.local_lock().record_store_error(error);
         }

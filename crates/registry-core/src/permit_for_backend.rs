@@ -96,7 +96,7 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
                 permit.local_lock().record_response();
                 return Some(permit);
             }
-            Err(NotAdmitted::PassedOn) => {}
+            Err(NotAdmitted::Revoked) => {}
             Ok(Admission::Reentered(_) | Admission::HandedOver(_) | Admission::Joined(_))
             | Err(NotAdmitted::TimedOut(_) | NotAdmitted::HeldByOwner(_) | NotAdmitted::Closed) => {
                 return None;

@@ -46,7 +46,7 @@ impl LeaseRenewer {
             let mut renewals: BTreeMap<u32, PendingBatches> = BTreeMap::new();
             let policy = renewal_policy(&**backend);
             let batch_max = policy.batch_max;
-            let mut has_renewal = false;
+            let mut has_regular_renewal = false;
             for (key, grant) in due {
                 match Arc::clone(&grant).begin_due_action(key, now) {
                     RenewerAction::Nothing => {}
@@ -59,14 +59,14 @@ impl LeaseRenewer {
                         if previous_unanswered {
                             grant.emit_unanswered_renewal(now);
                         }
-                        has_renewal |= !is_verification;
+                        has_regular_renewal |= !is_verification;
                         let batches = renewals.entry(shard(&**backend, grant.claim())).or_default();
                         batches.add(&grant, requested_lease, batch_max);
                     }
                 }
             }
             // The calls also renew claims that are due soon, which saves later calls.
-            if has_renewal {
+            if has_regular_renewal {
                 let capacities =
                     renewals.values().map(|batches| batches.remaining_capacity(batch_max));
                 let capacity = capacities.fold(0, usize::saturating_add);

@@ -26,7 +26,7 @@ use crate::panic_safe::{catch_panic, wake};
 pub(crate) trait StallCheck: Send + Sync {
     /// Checks for futures that are not polled, and takes over their work. The task calls this
     /// method several times within `unpolled_max`. Returns false if no further check is needed.
-    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool;
+    fn check_stalled(self: Arc<Self>, now: Moment) -> bool;
 }
 
 /// The handle of the stall detector of one registry.
@@ -141,9 +141,8 @@ async fn run(stall_detector: StallDetector) {
         }
         let now = Moment::now();
         for (n, (id, object)) in stall_detector.begin_round(now).into_iter().enumerate() {
-            let needs_checks = object
-                .upgrade()
-                .and_then(|object| catch_panic(|| object.take_over_if_stalled(now)));
+            let needs_checks =
+                object.upgrade().and_then(|object| catch_panic(|| object.check_stalled(now)));
             if needs_checks != Some(true) {
                 stall_detector.deregister(id);
             }
@@ -241,7 +240,7 @@ impl<S: MonitoredState> Wake for MonitoredCell<S> {
 }
 
 impl<S: MonitoredState> StallCheck for MonitoredCell<S> {
-    fn take_over_if_stalled(self: Arc<Self>, now: Moment) -> bool {
+    fn check_stalled(self: Arc<Self>, now: Moment) -> bool {
         let mut content = match self.content.try_lock() {
             Ok(content) => content,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

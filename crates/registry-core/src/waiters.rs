@@ -478,8 +478,8 @@ mod tests {
         drop(waiters.register("a", 0));
         start(&waiters);
         // This task represents a task that `close` has aborted and that is still in its last poll.
-        let predecessor = Arc::clone(&waiters);
-        let must_end = Handle::current().spawn(async move { predecessor.try_stop() });
+        let used_by_task = Arc::clone(&waiters);
+        let must_end = Handle::current().spawn(async move { used_by_task.try_stop() });
         assert!(must_end.await.unwrap());
         assert!(waiters.has_task());
     }

@@ -2,20 +2,22 @@
 //! returns responses in order. This module does not depend on claims.
 //!
 //! A follower forwards each request to the leader before it reads the next request of the stream.
-//! One stream therefore carries one request per round trip between the members. Additional streams
-//! share a long queue. The request for the lease that expires first is sent first. An extension
-//! starts when its request is sent, not when the request is queued.
+//! One stream therefore carries one request per round trip between the members. If the queue stays
+//! long, additional streams also take requests from it. The request for the lease that expires
+//! first is sent first. The extended lease is counted from the time at which the request is sent,
+//! not from the time at which it is queued.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::stream::poll_fn;
 use registry_core::{BackendError, Moment};
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::Streaming;
 
@@ -26,6 +28,8 @@ use crate::proto::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
 /// The queue of requests and the tasks that send the requests. Dropping this value ends the tasks.
 pub(crate) struct KeepAlive {
     queue: Arc<RequestQueue>,
+    /// The task that takes any request.
+    first_stream: AbortHandle,
     _streams: JoinSet<()>,
 }
 
@@ -50,17 +54,21 @@ impl KeepAlive {
     pub(crate) fn new(client: EtcdClient) -> Self {
         let queue = Arc::<RequestQueue>::default();
         let mut streams = JoinSet::new();
-        for stream_index in 0..STREAMS_MAX {
-            streams.spawn(run_streams(client.clone(), Arc::clone(&queue), stream_index));
+        let mut spawn = |stream_index| {
+            streams.spawn(run_streams(client.clone(), Arc::clone(&queue), stream_index))
+        };
+        let first_stream = spawn(0);
+        for stream_index in 1..STREAMS_MAX {
+            spawn(stream_index);
         }
-        Self { queue, _streams: streams }
+        Self { queue, first_stream, _streams: streams }
     }
 
     /// Extends `lease` to its full duration. The extension counts after a [response of a
     /// majority](EtcdLease::record_majority_response).
     ///
-    /// If a stream receives nothing for `idle_timeout`, its task drops the stream and sends the
-    /// request again over another stream.
+    /// If a stream receives nothing for `idle_timeout`, its task drops the stream and puts its
+    /// requests back into the queue.
     pub(crate) async fn extend(
         &self,
         lease: &mut EtcdLease,
@@ -68,15 +76,19 @@ impl KeepAlive {
     ) -> Result<LeaseStatus, BackendError> {
         let receiver = self.queue.push(lease.id, lease.expires_at(), limits.idle_timeout);
         let response = timeout(limits.total, receiver).await;
-        let response = response.map_err(|_| {
-            BackendError::transient("etcd: no response to LeaseKeepAlive in time; check the member's load and the network")
-        })?;
-        let response = response.map_err(|_| {
-            BackendError::transient(
-                "etcd: no connection for LeaseKeepAlive; check that a member runs",
-            )
-            .as_refused()
-        })?;
+        let Ok(Ok(response)) = response else {
+            return Err(if self.first_stream.is_finished() {
+                let message =
+                    "etcd: the tokio runtime has shut down; open the registry in another runtime";
+                BackendError::transient(message)
+            } else {
+                BackendError::transient(format!(
+                    "etcd: no response to LeaseKeepAlive within {:?}; check the member's load and the network",
+                    limits.total
+                ))
+            });
+        };
+        let response = response?;
         let Ok(ttl_seconds @ 1..) = u64::try_from(response.ttl) else {
             return Ok(LeaseStatus::NotFound);
         };
@@ -103,7 +115,7 @@ impl KeepAlive {
 #[derive(Debug)]
 pub(crate) struct PendingKeepAlive {
     pub(crate) queued_at: Moment,
-    receiver: oneshot::Receiver<TimedResponse>,
+    receiver: oneshot::Receiver<Result<TimedResponse, BackendError>>,
 }
 
 /// The outcome of a `LeaseKeepAlive` request.
@@ -120,7 +132,7 @@ impl PendingKeepAlive {
     /// Returns the outcome once. Returns `None` while the request is unanswered, and if it has
     /// failed.
     pub(crate) fn take_outcome(&mut self) -> Option<KeepAliveOutcome> {
-        let response = self.receiver.try_recv().ok()?;
+        let response = self.receiver.try_recv().ok()?.ok()?;
         Some(if response.ttl > 0 {
             KeepAliveOutcome::Extended(response.sent_at)
         } else {
@@ -147,8 +159,8 @@ struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, QueuedRequest>,
-    /// The time of the first request that was queued after a stream last found no unsent request.
-    /// `None` if none was queued since then.
+    /// The time since which the queue is not empty: set by the first insertion, and cleared when a
+    /// stream finds no unsent request or the unsent requests fail.
     backlog_since: Option<Instant>,
     /// The index of the additional stream that was woken last.
     last_woken_stream: usize,
@@ -157,12 +169,19 @@ struct PendingRequests {
 struct QueuedRequest {
     expires_at: Moment,
     idle_timeout: Duration,
-    waiters: Vec<oneshot::Sender<TimedResponse>>,
+    waiters: Vec<oneshot::Sender<Result<TimedResponse, BackendError>>>,
 }
 
 impl QueuedRequest {
     fn is_awaited(&self) -> bool {
         self.waiters.iter().any(|waiter| !waiter.is_closed())
+    }
+
+    fn complete(self, response: &Result<TimedResponse, BackendError>) {
+        for waiter in self.waiters {
+            // The send fails if the caller no longer waits.
+            _ = waiter.send(response.clone());
+        }
     }
 }
 
@@ -193,13 +212,18 @@ impl RequestQueue {
         lease: i64,
         expires_at: Moment,
         idle_timeout: Duration,
-    ) -> oneshot::Receiver<TimedResponse> {
+    ) -> oneshot::Receiver<Result<TimedResponse, BackendError>> {
         let (waiter, receiver) = oneshot::channel();
         let mut requests = self.requests();
         match requests.by_lease.entry(lease) {
             Entry::Occupied(mut request) => {
                 let request = request.get_mut();
-                request.idle_timeout = request.idle_timeout.min(idle_timeout);
+                if idle_timeout < request.idle_timeout {
+                    request.idle_timeout = idle_timeout;
+                    // The request may have been sent. The task of its stream must then restart its
+                    // timer.
+                    self.ready.iter().for_each(Notify::notify_one);
+                }
                 request.waiters.retain(|waiter| !waiter.is_closed());
                 request.waiters.push(waiter);
             }
@@ -222,26 +246,24 @@ impl RequestQueue {
                 requests.backlog_since = None;
                 break;
             };
-            let request = requests.by_lease.get(&lease).filter(|request| request.is_awaited());
-            let Some(idle_timeout) = request.map(|request| request.idle_timeout) else {
+            if !requests.by_lease.get(&lease).is_some_and(QueuedRequest::is_awaited) {
                 requests.by_lease.remove(&lease);
                 continue;
-            };
+            }
             let additional = requests.additional_streams_needed();
             if additional > 0 {
                 requests.last_woken_stream = requests.last_woken_stream % additional + 1;
                 self.ready[requests.last_woken_stream].notify_one();
             }
-            return Some(SentRequest { lease, sent_at: Moment::now(), idle_timeout });
+            return Some(SentRequest { lease, sent_at: Moment::now() });
         }
         None
     }
 
     fn complete(&self, lease: i64, response: TimedResponse) {
         let request = self.requests().by_lease.remove(&lease);
-        for waiter in request.into_iter().flat_map(|request| request.waiters) {
-            // The send fails if the caller no longer waits.
-            _ = waiter.send(response);
+        if let Some(request) = request {
+            request.complete(&Ok(response));
         }
     }
 
@@ -258,13 +280,24 @@ impl RequestQueue {
         self.ready[0].notify_one();
     }
 
-    /// Fails all unsent requests. Dropping their senders notifies the callers.
-    fn fail_unsent(&self) {
+    /// Fails all unsent requests with `error`, because no member can be reached.
+    fn fail_unsent(&self, error: BackendError) {
         let mut requests = self.requests();
         requests.backlog_since = None;
-        for (_, lease) in std::mem::take(&mut requests.unsent) {
-            requests.by_lease.remove(&lease);
-        }
+        let unsent = std::mem::take(&mut requests.unsent);
+        let by_lease = &mut requests.by_lease;
+        let failed: Vec<_> =
+            unsent.iter().filter_map(|(_, lease)| by_lease.remove(lease)).collect();
+        drop(requests);
+        let response = Err(error);
+        failed.into_iter().for_each(|request| request.complete(&response));
+    }
+
+    /// Returns the shortest idle time-out of these requests, or `None` if all are answered.
+    fn idle_timeout(&self, sent: &VecDeque<SentRequest>) -> Option<Duration> {
+        let requests = self.requests();
+        let sent = sent.iter().filter_map(|sent| requests.by_lease.get(&sent.lease));
+        sent.map(|request| request.idle_timeout).min()
     }
 
     fn requests(&self) -> MutexGuard<'_, PendingRequests> {
@@ -277,7 +310,6 @@ impl RequestQueue {
 struct SentRequest {
     lease: i64,
     sent_at: Moment,
-    idle_timeout: Duration,
 }
 
 /// The unanswered requests of one stream, in order. Dropping this value returns the requests to the
@@ -302,7 +334,7 @@ impl InFlight<'_> {
 
     /// Returns how long the stream may receive nothing. Returns `None` if no response is due.
     fn idle_timeout(&self) -> Option<Duration> {
-        self.sent.iter().map(|sent| sent.idle_timeout).min()
+        self.queue.idle_timeout(&self.sent)
     }
 }
 
@@ -333,9 +365,9 @@ async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, stream_index:
                     pause = (pause * 2).min(PAUSE_MAX);
                 }
             }
-            Err(_) => {
+            Err(error) => {
                 drop(in_flight);
-                queue.fail_unsent();
+                queue.fail_unsent(error);
             }
         }
     }
@@ -353,19 +385,28 @@ async fn serve_stream(
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let send = |sent: SentRequest| requests.send(LeaseKeepAliveRequest { id: sent.lease }).is_ok();
-    // The first requests are sent before the stream opens. A member answers the opening of a stream
-    // only with its first response.
+    // The first request is sent before the stream opens, because a member sends the response
+    // headers of a stream only together with its first response.
     if !in_flight.sent.iter().all(|sent| send(*sent)) {
         return false;
     }
-    let idle_timeout = in_flight.idle_timeout().unwrap_or_else(|| client.response_timeout());
-    let opened = timeout(idle_timeout, client.open_stream(connection, KEEP_ALIVE, outgoing)).await;
-    let Ok(Ok(responses)) = opened else {
+    let opened_at = Instant::now();
+    let mut opening = pin!(client.open_stream(connection, KEEP_ALIVE, outgoing));
+    let opened = loop {
+        let idle_timeout = in_flight.idle_timeout().unwrap_or_else(|| client.response_timeout());
+        tokio::select! {
+            biased;
+            opened = &mut opening => break opened.ok(),
+            // The idle time-out may have become shorter.
+            () = in_flight.queue.ready[stream_index].notified() => {}
+            () = sleep_until(opened_at + idle_timeout) => break None,
+        }
+    };
+    let Some(mut responses): Option<Streaming<LeaseKeepAliveResponse>> = opened else {
         client.disconnect(connection.id, Reconnect::NextMember);
         return false;
     };
     let mut has_response = false;
-    let mut responses: Streaming<LeaseKeepAliveResponse> = responses;
     connection.record_receive();
     let mut last_response_at = Instant::now();
     loop {
@@ -399,7 +440,7 @@ async fn serve_stream(
                 connection.record_receive();
                 in_flight.on_response(response);
             }
-            () = in_flight.queue.ready[stream_index].notified(), if in_flight.has_capacity() => {}
+            () = in_flight.queue.ready[stream_index].notified() => {}
             disconnected = disconnects.wait_for(|&last| last >= connection.id) => {
                 drop(disconnected);
                 return true;
@@ -430,3 +471,44 @@ const STREAMS_MAX: usize = 16;
 const BACKLOG_AGE_MIN: Duration = Duration::from_millis(200);
 /// The maximum number of unanswered requests per stream.
 const IN_FLIGHT_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use registry_core::BackendErrorKind;
+
+    use super::*;
+
+    const LEASE: i64 = 7;
+
+    #[test]
+    fn a_shorter_idle_timeout_also_applies_to_a_sent_request() {
+        let queue = RequestQueue::default();
+        let _first = queue.push(LEASE, Moment::now(), Duration::from_secs(3));
+        let in_flight = InFlight { queue: &queue, sent: queue.pop_next(0).into_iter().collect() };
+        assert_eq!(in_flight.idle_timeout(), Some(Duration::from_secs(3)));
+        let _joined = queue.push(LEASE, Moment::now(), Duration::from_secs(1));
+        assert_eq!(in_flight.idle_timeout(), Some(Duration::from_secs(1)));
+        let _joined = queue.push(LEASE, Moment::now(), Duration::from_secs(2));
+        assert_eq!(in_flight.idle_timeout(), Some(Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn callers_receive_the_error_of_the_connection() {
+        let queue = RequestQueue::default();
+        let mut receivers = [1, 2].map(|lease| queue.push(lease, Moment::now(), Duration::ZERO));
+        // A request that was sent over a broken connection returns to the queue.
+        drop(InFlight { queue: &queue, sent: queue.pop_next(0).into_iter().collect() });
+        queue.fail_unsent(BackendError::new(BackendErrorKind::Denied, "wrong password"));
+        for receiver in &mut receivers {
+            let error = receiver.try_recv().unwrap().unwrap_err();
+            assert_eq!(
+                (error.kind(), error.message()),
+                (BackendErrorKind::Denied, "wrong password")
+            );
+        }
+        assert_eq!(
+            queue.idle_timeout(&VecDeque::from([SentRequest { lease: 1, sent_at: Moment::now() }])),
+            None
+        );
+    }
+}

@@ -95,8 +95,8 @@ impl TombstoneLeases {
                 tombstone_lease.pending_keep_alive = None;
                 false
             }
-            // The lease has expired, or another client has revoked it. The next renewal of each
-            // entry writes a new tombstone.
+            // The lease has ended, or the member lags and does not know the lease yet. A new lease
+            // is requested, and the next renewal of each entry writes a new tombstone.
             Some(KeepAliveOutcome::LeaseNotFound) => true,
             None => false,
         };
@@ -112,8 +112,8 @@ impl TombstoneLeases {
             .as_ref()
             .map_or(tombstone_lease.extended_at, |pending| pending.queued_at);
         if now.since(last_request) >= entry_ttl / 3 {
-            // No caller awaits the outcome, because the lease lasts long enough for further
-            // requests.
+            // A later call reads the outcome. If this request fails, the next one follows after a
+            // third of the entry's lease, which is well before `usable_until`.
             let usable_until = tombstone_lease.extended_at.after(entry_ttl * 2);
             tombstone_lease.pending_keep_alive =
                 Some(keep_alive.request_extension(tombstone_lease.id, usable_until, entry_ttl / 6));

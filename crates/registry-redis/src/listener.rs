@@ -114,8 +114,12 @@ impl ReleaseListener {
     }
 
     /// Returns whether the server has confirmed the channel's subscription on the current
-    /// connection.
+    /// connection, and the task that receives its messages runs.
     pub(crate) fn is_subscribed(&self, name: &str) -> bool {
+        // The task may have ended with its runtime, without marking the channels as unsubscribed.
+        if !self.table.waiters.has_task() {
+            return false;
+        }
         let channels = self.table.channels();
         channels.get(name).is_some_and(|channel| channel.is_subscribed)
     }

@@ -15,6 +15,7 @@
 //! background. If such a request is granted late and the claim already holds the lock, the grant
 //! counts in later renewals. If the claim does not hold the lock, the quorum withdraws the grant.
 
+use std::cmp::Ordering as Order;
 use std::collections::HashMap;
 use std::fmt;
 use std::pin::Pin;
@@ -45,6 +46,9 @@ pub(crate) struct Quorum {
 
 struct QuorumMaster {
     store: RedisStore,
+    /// The position of the address in the configuration.
+    index: usize,
+    voters: Arc<Voters>,
     /// See [`with_restart_guard`](RedisConfig::with_restart_guard).
     min_process_age: Duration,
     retry_permits: Semaphore,
@@ -53,6 +57,17 @@ struct QuorumMaster {
     first_run_id: OnceLock<String>,
     /// The process that responded to the last attempt. `None` while `min_process_age` is zero.
     observed_process: Mutex<Option<ObservedProcess>>,
+}
+
+/// The address that has the vote of each server, by the server's `run_id`: the first address that
+/// led to the server.
+#[derive(Debug, Default)]
+struct Voters(Mutex<HashMap<String, Voter>>);
+
+#[derive(Debug)]
+struct Voter {
+    index: usize,
+    name: String,
 }
 
 /// A server process and the time of its first response.
@@ -71,17 +86,21 @@ impl Quorum {
         config: &RedisConfig,
         invalidations: &InvalidationForwarder,
     ) -> Result<Self, BackendError> {
-        let master = |address| {
+        let voters = Arc::<Voters>::default();
+        let master = |(index, address)| {
             let store = RedisStore::for_quorum_master(address, config, invalidations)?;
             Ok(Arc::new(QuorumMaster {
                 store,
+                index,
+                voters: Arc::clone(&voters),
                 min_process_age: config.min_process_age,
                 retry_permits: Semaphore::new(CONCURRENT_RETRIES_MAX),
                 first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
             }))
         };
-        let masters = addresses.iter().map(master).collect::<Result<_, BackendError>>()?;
+        let masters =
+            addresses.iter().enumerate().map(master).collect::<Result<_, BackendError>>()?;
         let quorum =
             Self { masters, claim_mutexes: Mutex::default(), pending_rounds: Arc::default() };
         let connecting =
@@ -94,11 +113,8 @@ impl Quorum {
     /// Returns an error if two addresses lead to the same server, because its vote would count
     /// twice. An unreachable master is checked before its first vote.
     async fn check_no_duplicates(&self) -> Result<(), BackendError> {
-        let masters = Arc::clone(&self.masters);
-        let mut requests = self.send_to_all(move |index, _| {
-            let masters = Arc::clone(&masters);
-            async move { identify_master(&masters, index).await }
-        });
+        let mut requests =
+            self.send_to_all(|_, master| async move { master.ensure_sole_voter().await });
         let mut responded = 0;
         while requests.is_in_grace_period || responded < self.majority() {
             match requests.next().await {
@@ -112,9 +128,7 @@ impl Quorum {
                 ResponseEvent::AllReceived => break,
             }
         }
-        // Each request saw only the `run_id`s that had arrived by then, so all addresses are
-        // compared again.
-        (0..self.masters.len()).try_for_each(|index| check_no_duplicate(&self.masters, index))
+        Ok(())
     }
 
     fn majority(&self) -> usize {
@@ -218,11 +232,14 @@ impl Quorum {
         let _guard = claim_mutex.lock().await;
         let started_at = Instant::now();
         let mut split_result = None;
-        for _ in 0..ROUNDS_MAX {
+        for round in 0..ROUNDS_MAX {
             // An earlier round has found a holder. After `ROUNDS_TIMEOUT`, the attempt reports that
             // holder instead of starting another round, and the engine decides when to retry.
             if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
+            }
+            if round > 0 {
+                sleep(jitter()).await;
             }
             let mut round = QuorumRound::new(self, claim);
             match round.run().await? {
@@ -233,8 +250,6 @@ impl Quorum {
                 RoundOutcome::Busy(busy) => return Ok(busy),
                 RoundOutcome::Split(busy) => split_result = busy.or(split_result),
             }
-            drop(round);
-            sleep(jitter()).await;
         }
         split_result.map_or_else(|| Err(self.no_majority_error(None)), Ok)
     }
@@ -470,37 +485,6 @@ impl Quorum {
     }
 }
 
-/// Fetches and stores the `run_id` of the master `index`, unless an earlier call has stored it.
-/// Returns an error if an earlier address leads to the same process.
-async fn identify_master(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
-    let Some(master) = masters.get(index) else { return Ok(()) };
-    if master.first_run_id.get().is_none() {
-        let id = match master.store.fetch_run_id().await {
-            Ok(id) => id,
-            // The server responds, but the user may not read the `run_id`.
-            Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
-            Err(error) => return Err(error),
-        };
-        master.first_run_id.get_or_init(|| id);
-    }
-    check_no_duplicate(masters, index)
-}
-
-/// Returns an error if an earlier address leads to the same server. Only the first address of a
-/// server has a vote.
-fn check_no_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
-    let Some(master) = masters.get(index) else { return Ok(()) };
-    let id = master.first_run_id.get().filter(|id| !id.is_empty());
-    let is_same_server =
-        |other: &&Arc<QuorumMaster>| id.is_some() && other.first_run_id.get() == id;
-    let Some((other, id)) = masters.iter().take(index).find(is_same_server).zip(id) else {
-        return Ok(());
-    };
-    let message = same_server_message(&other.name(), &master.name(), id);
-    Err(BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {message}"))
-        .as_refused())
-}
-
 /// Returns the error of a release that exceeds the limit of concurrent retries. Its source is the
 /// master's `last_error`, if any.
 fn retry_limit_error(last_error: Option<BackendError>) -> BackendError {
@@ -525,9 +509,35 @@ impl QuorumMaster {
         self.store.connections.known_node(0).map(|node| node.name().to_owned()).unwrap_or_default()
     }
 
-    /// Returns whether this or another client has observed the server process for at least
-    /// `min_process_age`. If this client has, or if an earlier check of this client has succeeded,
-    /// stores that fact on the server.
+    /// Fetches and stores the `run_id` of the server, unless an earlier call has stored it. Returns
+    /// an error if another address led to the same server before. Only that address has a vote.
+    async fn ensure_sole_voter(&self) -> Result<(), BackendError> {
+        if self.first_run_id.get().is_none() {
+            let id = match self.store.fetch_run_id().await {
+                Ok(id) => id,
+                // The server responds, but the user may not read the `run_id`.
+                Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
+                Err(error) => return Err(error),
+            };
+            self.first_run_id.get_or_init(|| id);
+        }
+        let Some(id) = self.first_run_id.get().filter(|id| !id.is_empty()) else { return Ok(()) };
+        let mut voters = self.voters.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let voter = voters
+            .entry(id.clone())
+            .or_insert_with(|| Voter { index: self.index, name: self.name() });
+        let message = match voter.index.cmp(&self.index) {
+            Order::Equal => return Ok(()),
+            Order::Less => same_server_message(&voter.name, &self.name(), id),
+            Order::Greater => same_server_message(&self.name(), &voter.name, id),
+        };
+        Err(BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {message}"))
+            .as_refused())
+    }
+
+    /// Returns whether a client has observed the server process for at least `min_process_age`:
+    /// this client, or another client according to the age that is stored on the server. If so,
+    /// stores the age again, unless this client has stored it recently.
     ///
     /// The uptime that a server reports depends on its wall clock, which an administrator can
     /// change. Clients therefore measure the age on monotonic clocks, from the process's first
@@ -551,13 +561,18 @@ impl QuorumMaster {
             return Ok(true);
         }
         // A process that has reached `min_process_age` once stays old enough.
-        if age >= self.min_process_age || self.had_min_process_age(&run_id) {
-            // Other clients read the stored age. If this write fails, they measure the full
-            // `min_process_age` themselves.
-            let _ = self.store.save_process_age(&run_id, self.min_process_age).await;
-        } else if self.store.load_process_age(&run_id).await? < self.min_process_age {
+        let is_old_enough = age >= self.min_process_age || self.had_min_process_age(&run_id);
+        let stored_age = match self.store.load_process_age(&run_id).await {
+            Err(error) if !is_old_enough => return Err(error),
+            loaded => loaded.unwrap_or_default(),
+        };
+        if !is_old_enough && stored_age < self.min_process_age {
             return Ok(false);
         }
+        // Other clients, which may require a larger age, read the stored age. If this write fails,
+        // they measure the age themselves.
+        let age = age.max(stored_age).max(self.min_process_age);
+        let _ = self.store.save_process_age(&run_id, age).await;
         if let Some(process) =
             self.observed_process().as_mut().filter(|process| process.run_id == run_id)
         {
@@ -587,8 +602,8 @@ impl QuorumMaster {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
                 format!(
-                    "redis: no client has observed this server process for restart_guard ({:?}), so the server may \
-                     have restarted and lost its data; it grants locks after that time",
+                    "redis: no client has observed this server process for {:?} (`restart_guard`) yet, so it may have \
+                     restarted without its data; this master is used once it has been observed for that long",
                     self.min_process_age
                 ),
             )
@@ -728,9 +743,8 @@ impl<'a> QuorumRound<'a> {
         let event_seq = last_event_seq();
         let mut requests = quorum.send_to_all(|index, master| {
             let (claim, round_state) = (self.claim.clone(), Arc::clone(&self.round_state));
-            let masters = Arc::clone(&quorum.masters);
             async move {
-                let response = match identify_master(&masters, index).await {
+                let response = match master.ensure_sole_voter().await {
                     Ok(()) => master.try_acquire(&claim, &round_state).await,
                     // The client has not sent the acquisition to this master.
                     Err(error) => Err(error.as_refused()),
@@ -771,9 +785,9 @@ impl<'a> QuorumRound<'a> {
         let Votes { granted, busy, first_error, .. } = votes;
         // An earlier attempt may have acquired the lock. A failure of this round must not withdraw
         // that grant.
-        let agreed = granted.iter().filter(|grant| grant.is_token_written).count();
+        let written = granted.iter().filter(|grant| grant.is_token_written).count();
         let missing = quorum.masters.len() - granted.len() - busy.len();
-        self.keeps_grants = agreed > 0 && agreed + missing >= quorum.majority();
+        self.keeps_grants = written > 0 && written + missing >= quorum.majority();
         let largest = granted.iter().map(|grant| grant.token).max();
         let token = agreed_token(&granted, quorum.majority()).or(largest);
         let lease = granted.iter().map(|grant| grant.lease).min();
@@ -1137,7 +1151,7 @@ const CLOCK_SKEW_MAX_US: i64 = 500_000;
 mod tests {
     use super::*;
 
-    fn agreed(token: u64) -> MasterGrant {
+    fn written(token: u64) -> MasterGrant {
         MasterGrant { is_token_written: true, ..provisional(token) }
     }
 
@@ -1150,7 +1164,7 @@ mod tests {
     /// tokens after that round.
     #[test]
     fn the_token_of_a_minority_is_ignored() {
-        let granted = [agreed(5), provisional(9), provisional(8)];
+        let granted = [written(5), provisional(9), provisional(8)];
         assert_eq!(agreed_token(&granted, 3), None);
         assert!(is_disputed(&granted, 3), "a later response may decide");
         assert!(!is_disputed(&[provisional(9), provisional(8), provisional(7)], 3));
@@ -1159,7 +1173,7 @@ mod tests {
     /// An earlier attempt of the claim acquired the lock, and its holder has this token.
     #[test]
     fn the_token_of_a_majority_is_used() {
-        let granted = [agreed(5), provisional(9), agreed(5), agreed(5)];
+        let granted = [written(5), provisional(9), written(5), written(5)];
         assert_eq!(agreed_token(&granted, 3), FencingToken::new(5));
         assert!(!is_disputed(&granted, 3));
     }

@@ -320,13 +320,13 @@ impl RedisStore {
                 // A migrating slot has its keys on two servers, and one script cannot access both.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
-            let renewed_lease = |position| {
+            let renewable_lease = |position| {
                 renewed
                     .as_ref()
                     .map_err(Clone::clone)
                     .map(|remaining| remaining.get(position).copied())
             };
-            (locks, (0..locks.len()).map(renewed_lease).collect::<Vec<_>>())
+            (locks, (0..locks.len()).map(renewable_lease).collect::<Vec<_>>())
         });
         for (locks, renewed) in join_all(calls).await {
             for ((index, _), remaining) in locks.iter().zip(renewed) {

@@ -1,6 +1,6 @@
 //! The registered waiters of `KEY`: the fields of the hash `NS:{KEY}:waiters`, one per waiting
-//! claim. The script `register_waiter` describes a field. No script that grants or releases a lock
-//! reads or writes this hash.
+//! claim. The header of `register_waiter.lua` specifies the format of a field. No script that
+//! grants or releases a lock reads or writes this hash.
 
 use std::time::Duration;
 

@@ -15,9 +15,9 @@ use registry_core::{
 };
 use zookeeper_client::{Error, MultiWriteResult};
 
+use crate::blockers::{Blocker, find_stale_blocker, watch_blockers};
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::LOCK_DATA;
-use crate::modes::{Blocker, find_stale_blocker, watch_blockers};
 use crate::node_data::{NodeGrant, decode_grant, encode_node_data};
 use crate::nodes::{
     CreatedNode, commit, create_sequential, delete, fencing_token, negative_transaction_error,

@@ -1,6 +1,6 @@
 //! Records when a majority last confirmed the head of each queue in which this session waits, or
-//! when this session first saw the head. No I/O. `modes` calls this module. For a blocking node
-//! that is not the head, `modes` passes the path of this node instead of the path of the queue.
+//! when this session first saw the head. No I/O. `blockers` calls this module. For a blocking node
+//! that is not the head, `blockers` passes the path of this node instead of the path of the queue.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;

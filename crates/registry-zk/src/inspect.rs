@@ -9,8 +9,8 @@ use registry_core::{BackendError, BackendErrorKind, Holder, Key, Release, Waitin
 use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
+use crate::blockers::{queue_changed, read_queue};
 use crate::error::to_backend_error;
-use crate::modes::{queue_changed, read_queue};
 use crate::node_data::{decode_grant_or_exclusive, decode_label, decode_semaphore_mode};
 use crate::nodes::{delete, read_children};
 use crate::queue::{LEASES, QUEUE, is_contender};

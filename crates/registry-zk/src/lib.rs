@@ -43,7 +43,7 @@ mod config;
 mod layout;
 mod backend;
 mod recipe;
-mod modes;
+mod blockers;
 mod conversion;
 mod later_token;
 mod semaphore;

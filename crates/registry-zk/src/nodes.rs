@@ -1,5 +1,5 @@
-//! Requests for the nodes of a queue. `recipe`, `conversion`, `modes`, `semaphore`, `later_token`,
-//! `inspect` and `diagnose` call this module.
+//! Requests for the nodes of a queue. `recipe`, `conversion`, `blockers`, `semaphore`,
+//! `later_token`, `inspect` and `diagnose` call this module.
 
 use std::sync::Arc;
 

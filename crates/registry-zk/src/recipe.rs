@@ -1,6 +1,6 @@
 //! The lock recipe: enqueues a claim, checks its position, and dequeues it. `backend` calls this
-//! module. `session` opens sessions and keeps them alive. `modes` decides which nodes a claim waits
-//! for, and `conversion` changes the mode of a held claim.
+//! module. `session` opens sessions and keeps them alive. `blockers` decides which nodes a claim
+//! waits for, and `conversion` changes the mode of a held claim.
 //!
 //! The client sends requests in the order of the calls, and the server answers in this order. A
 //! list requested directly after the creation of a node therefore contains the node. An uncontended
@@ -17,10 +17,10 @@ use registry_core::{
 use tokio::sync::OwnedMutexGuard;
 use zookeeper_client::Error;
 
+use crate::blockers::{self, Blocker, Blockers, QueueSnapshot, watch_blockers};
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
 use crate::later_token::ensure_largest_token;
-use crate::modes::{self, Blocker, Blockers, QueueSnapshot, watch_blockers};
 use crate::node_data::{NodeGrant, encode_node_data};
 use crate::nodes::{
     CreatedNode, ListedChildren, create_parents, create_sequential, delete, fencing_token,
@@ -98,27 +98,26 @@ enum Step {
     QueueChanged,
 }
 
-/// Tries up to `TRIES_MAX` times to create the claim's node and to determine its position.
+/// Runs up to `STEPS_MAX` steps, each of which creates the claim's node if it is missing and
+/// determines its position.
 async fn run_attempt(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut is_queue_changing = false;
-    for _ in 0..TRIES_MAX {
+    let mut is_contended = false;
+    for _ in 0..STEPS_MAX {
         match run_step(session, entry, state, claim).await? {
             Step::Done(attempt) => return Ok(attempt),
-            Step::Retry => {}
-            Step::QueueChanged => is_queue_changing = true,
+            Step::Retry => is_contended = false,
+            Step::QueueChanged => is_contended = true,
         }
     }
     state.watched_blockers = None;
-    if !is_queue_changing {
-        // Contention is not the cause. In each attempt, the connection broke, or the node or its
-        // parent was missing.
+    if !is_contended {
         let message = format!(
-            "zookeeper: the node of the lock cannot be created: in each of {TRIES_MAX} attempts, the connection broke or another client deleted the node; check the network, and that no other program deletes nodes below the lock's path"
+            "zookeeper: the position of the claim was not determined in {STEPS_MAX} steps, in the last of which the connection broke, or the claim's node or its parent was missing; check the network, and that no other program deletes nodes below the lock's path"
         );
         return Err(BackendError::transient(message));
     }
@@ -134,7 +133,8 @@ async fn run_step(
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Step, BackendError> {
-    settle_node(session, entry, state, claim).await?;
+    resolve_unknown_requests(session, entry, state, claim).await?;
+    delete_expired_node(session, state).await?;
     let is_curator_semaphore = session.config().is_curator_semaphore();
     if is_curator_semaphore && semaphore::has_left_queue(entry, state) {
         if semaphore::units_exist(session, state).await? {
@@ -166,13 +166,13 @@ async fn run_step(
     let mode = if is_curator_semaphore { ClaimMode::Exclusive } else { node.grant.mode };
     let (dir, watched) = (&entry.dir, state.watched_blockers.as_ref());
     let keeps_entry = keeps_entry(session, claim);
-    match modes::find_blockers(session, dir, before, mode, watched, keeps_entry).await? {
+    match blockers::find_blockers(session, dir, before, mode, watched, keeps_entry).await? {
         Blockers::None if is_curator_semaphore => {
             let attempt = semaphore::try_acquire(session, entry, state, claim, keeps_entry).await?;
             match attempt {
                 SemaphoreAttempt::Granted => grant(session, state, claim).map(Step::Done),
                 SemaphoreAttempt::Busy(busy) => Ok(Step::Done(Attempt::Busy(busy))),
-                SemaphoreAttempt::Retry => Ok(Step::QueueChanged),
+                SemaphoreAttempt::Retry => Ok(Step::Retry),
             }
         }
         Blockers::None => {
@@ -182,7 +182,7 @@ async fn run_step(
             Ok(Step::Retry)
         }
         Blockers::Nodes(blockers) => {
-            wait_or_withdraw(session, entry, state, claim, before, mode, blockers).await
+            watch_blockers_or_dequeue(session, entry, state, claim, before, mode, blockers).await
         }
         Blockers::Changed => {
             state.watched_blockers = None;
@@ -195,9 +195,8 @@ async fn run_step(
     }
 }
 
-/// Determines the outcome of requests whose outcome is unknown, and deletes the node of an expired
-/// grant.
-async fn settle_node(
+/// Determines the outcome of earlier requests whose outcome is unknown.
+async fn resolve_unknown_requests(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
@@ -209,15 +208,22 @@ async fn settle_node(
     if state.is_conversion_unresolved {
         resolve_conversion(session, entry, state, claim.id()).await?;
     }
+    Ok(())
+}
+
+/// Deletes the node of an expired grant, because a new grant needs a new token, and so a new node.
+async fn delete_expired_node(
+    session: &Arc<ZkSession>,
+    state: &mut ClaimState,
+) -> Result<(), BackendError> {
     if state.held_until.is_some_and(|until| until <= Moment::now()) {
-        // The grant has expired. A new grant needs a new token, and so a new node.
         delete_nodes(session, state).await?;
     }
     Ok(())
 }
 
 /// If the claim keeps its queue entry, watches its blockers. Otherwise deletes its nodes.
-async fn wait_or_withdraw(
+async fn watch_blockers_or_dequeue(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
@@ -227,7 +233,7 @@ async fn wait_or_withdraw(
     blockers: Vec<Blocker>,
 ) -> Result<Step, BackendError> {
     let dir = &entry.dir;
-    let missing = modes::find_stale_blocker(session, dir, before, mode, &blockers).await?;
+    let missing = blockers::find_stale_blocker(session, dir, before, mode, &blockers).await?;
     if let Some(missing) = missing {
         state.stale_nodes.push(missing);
         state.watched_blockers = None;
@@ -281,7 +287,7 @@ async fn create_node(
             create_parents(session, &entry.dir).await?;
             return Ok(None);
         }
-        // The next attempt waits for a connection and determines whether the node exists.
+        // The next step waits for a connection and determines whether the node exists.
         Err(Error::ConnectionLoss) => return Ok(None),
         Err(error) => {
             state.is_creation_unresolved = !is_refused(&error);
@@ -584,10 +590,10 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
         return semaphore::wait_for_units(session, dir, claim).await;
     }
     let found = match claim.mode() {
-        _ if session.config().is_curator_semaphore() => modes::find_head(names),
+        _ if session.config().is_curator_semaphore() => blockers::find_head(names),
         // An exclusive claim is not granted while the first node of the queue exists.
-        ClaimMode::Exclusive => modes::find_head(names),
-        mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
+        ClaimMode::Exclusive => blockers::find_head(names),
+        mode => match blockers::find_blockers(session, dir, names, mode, None, true).await {
             Ok(found) => found,
             Err(_) => return,
         },
@@ -657,7 +663,9 @@ async fn search_and_release(
         // elsewhere.
         QueueSnapshot::default()
     } else {
-        modes::read_queue(session, dir).await?.ok_or_else(|| modes::queue_changed().as_unknown())?
+        blockers::read_queue(session, dir)
+            .await?
+            .ok_or_else(|| blockers::queue_changed().as_unknown())?
     };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;
@@ -727,7 +735,7 @@ async fn release_abandoned_claim(
 
 /// The maximum number of steps of one attempt. A step is repeated if the queue changes between two
 /// reads, the connection breaks, or a node is missing.
-const TRIES_MAX: u32 = 8;
+const STEPS_MAX: u32 = 8;
 
 /// A waiter lists the whole queue after this multiple of the session time-out, but at the latest
 /// after `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may

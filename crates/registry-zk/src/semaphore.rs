@@ -20,8 +20,8 @@ use registry_core::{BackendError, Busy, Claim, ClaimId, ClaimMode, Holder, Key, 
 use tokio::time::timeout;
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
+use crate::blockers::{Blocker, watch_blockers};
 use crate::error::{is_refused, to_backend_error};
-use crate::modes::{Blocker, watch_blockers};
 use crate::node_data::{NodeGrant, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
 use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};

@@ -97,7 +97,7 @@ async fn an_owner_reenters_and_others_wait_for_the_last_guard() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn local_callers_pass_the_claim_on_with_growing_tokens() {
+async fn a_claim_is_handed_over_to_local_waiters_in_order_with_growing_tokens() {
     let (ours, theirs) = two_processes();
     let first = ours.obtain("k").lock().await.unwrap();
     let mut token = first.fencing_token();
@@ -125,7 +125,7 @@ async fn local_callers_pass_the_claim_on_with_growing_tokens() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn close_notifies_the_holders_before_their_keys_are_free() {
+async fn close_notifies_the_holders_and_frees_their_keys() {
     let (ours, theirs) = two_processes();
     let guard = ours.obtain("k").lock().await.unwrap();
     let waiter = tokio::spawn({
@@ -156,10 +156,10 @@ async fn execute_locked_can_be_spawned_and_returns_both_results() {
     let (ours, _) = two_processes();
     let registry: Arc<dyn LockRegistry> = Arc::new(ours);
     let done = tokio::spawn(async move {
-        registry.execute_locked("k", async |guard| guard.fencing_token()).await
+        registry.execute_locked("k", async |guard| guard.key().to_owned()).await
     });
     let done = done.await.unwrap().unwrap();
-    assert!(done.unlocked.is_ok());
+    assert!(done.output == "k" && done.unlocked.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -174,7 +174,7 @@ async fn a_key_is_free_after_the_min_hold_of_its_released_lock() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn unlock_before_the_end_of_a_min_hold_reports_a_loss() {
+async fn unlock_before_the_end_of_a_min_hold_detects_an_earlier_forced_release() {
     let (ours, theirs) = two_processes();
     // Longer than the lease, so `unlock` renews the lease.
     let options = LockOptions::new().min_hold(secs(60));
@@ -342,7 +342,8 @@ async fn releases_after_a_dropped_lock(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grant_that_arrives_after_its_lease_is_released_once_if_it_cannot_be_granted_again() {
+async fn a_grant_that_arrives_after_its_lease_is_released_once_if_no_attempt_has_an_unknown_outcome()
+ {
     let granted = |claim: &Claim, _| {
         Ok(Attempt::Granted(Grant::new(FencingToken::new(1).unwrap(), claim.lease())))
     };
@@ -451,10 +452,11 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
     assert!(matches!(Registry::check_runtime(), Err(ConfigError::NoRuntime)));
 }
 
-/// The tokens begin at the wall clock in microseconds, so that a restarted process grants larger
-/// ones. If each guard used up a whole block of tokens, the tokens would outrun that clock.
+/// The first token of the in-process store is the wall clock in microseconds, so that a restarted
+/// process grants larger tokens. A grant may use one token per hand-over. If each grant consumed
+/// this maximum instead of the tokens it used, the tokens would grow faster than the clock.
 #[tokio::test]
-async fn reserved_tokens_that_hand_overs_did_not_use_are_granted_later() {
+async fn a_grant_uses_up_only_the_tokens_of_its_guards() {
     let store = MemoryBackend::new();
     let open =
         |handoff| Registry::builder(Arc::new(store.clone())).handoff(handoff).build().unwrap();

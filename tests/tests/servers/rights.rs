@@ -27,7 +27,7 @@ const CONCURRENT_USERS: usize = 12;
 /// The rows of the book's table that every registry of this test needs.
 const COMMON: &[&str] = &["always", "notifications of losses", "`list`", "`doctor`"];
 /// The one row whose rights are for the sentinels. All other rows are for the servers.
-const SENTINELS_OWN: &str = "the sentinels' own user";
+const SENTINEL_USER_ROW: &str = "the sentinels' own user";
 
 #[tokio::test]
 async fn one_server() {
@@ -35,7 +35,7 @@ async fn one_server() {
     let rows =
         ["layout `native`", "`waiters`", "messages by `PUBLISH`", "a `DATABASE` other than 0"];
     let config = RedisConfig::from_url(&server.url()).unwrap().with_database(3);
-    check(&rows, &[&server], &[], None, config).await;
+    assert_rights_are_exact(&rows, &[&server], &[], None, config).await;
 }
 
 #[tokio::test]
@@ -45,7 +45,8 @@ async fn the_layouts_of_other_libraries() {
     {
         let server = server().await;
         let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
-        check(&[row, "messages by `PUBLISH`"], &[&server], &[], None, config).await;
+        assert_rights_are_exact(&[row, "messages by `PUBLISH`"], &[&server], &[], None, config)
+            .await;
     }
 }
 
@@ -58,32 +59,35 @@ async fn sentinels_with_users_of_their_own() {
         "messages by `PUBLISH`",
         "under sentinels",
         "`replicas`",
-        SENTINELS_OWN,
+        SENTINEL_USER_ROW,
     ];
     let servers: Vec<_> = setup.servers().iter().collect();
     let sentinels: Vec<_> = setup.sentinels().iter().collect();
     let config = RedisConfig::from_url(&setup.url()).unwrap().with_replicas(1);
-    check(&rows, &servers, &sentinels, None, config).await;
+    assert_rights_are_exact(&rows, &servers, &sentinels, None, config).await;
 }
 
 #[tokio::test]
 async fn a_cluster() {
-    let names: Names = |key| [format!("shop:{{{key}}}"), format!("shop:{{{key}}}:token")];
-    check_cluster(&["layout `native`", "`waiters`"], Layout::Native, names).await;
+    let redis_keys: RedisKeysOf =
+        |key| [format!("shop:{{{key}}}"), format!("shop:{{{key}}}:token")];
+    assert_cluster_rights_are_exact(&["layout `native`", "`waiters`"], Layout::Native, redis_keys)
+        .await;
 }
 
 #[tokio::test]
 async fn a_cluster_in_the_layout_of_redisson() {
-    let names: Names = |key| [format!("shop:{key}"), format!("lock-registry:token:{{shop:{key}}}")];
-    check_cluster(&["layout `redisson`"], Layout::Redisson, names).await;
+    let redis_keys: RedisKeysOf =
+        |key| [format!("shop:{key}"), format!("lock-registry:token:{{shop:{key}}}")];
+    assert_cluster_rights_are_exact(&["layout `redisson`"], Layout::Redisson, redis_keys).await;
 }
 
-async fn check_cluster(rows: &[&str], layout: Layout, names: Names) {
+async fn assert_cluster_rights_are_exact(rows: &[&str], layout: Layout, redis_keys: RedisKeysOf) {
     let cluster = RedisCluster::start().await.unwrap();
     let nodes: Vec<_> = cluster.nodes().into_iter().map(|addr| cluster.node(addr)).collect();
     let config = RedisConfig::from_url(&cluster.url()).unwrap().with_layout(layout);
     let rows = [rows, &["messages by `SPUBLISH`", "a cluster"]].concat();
-    check(&rows, &nodes, &[], Some((&cluster, names)), config).await;
+    assert_rights_are_exact(&rows, &nodes, &[], Some((&cluster, redis_keys)), config).await;
 }
 
 #[tokio::test]
@@ -93,23 +97,23 @@ async fn a_quorum() {
     let config = RedisConfig::from_url(&quorum.url()).unwrap();
     let config = config.with_restart_guard(Duration::from_millis(1));
     let rows = ["layout `native`", "messages by `PUBLISH`", "`restart_guard`"];
-    check(&rows, &servers, &[], None, config).await;
+    assert_rights_are_exact(&rows, &servers, &[], None, config).await;
 }
 
 /// `fsync=true` works only on servers with `WAITAOF`: Redis since 7.2, and all versions of
 /// Valkey.
 #[tokio::test]
-async fn what_must_be_on_disk() {
+async fn a_server_with_fsync() {
     let server = server().await;
-    let known = server.send_command("COMMAND INFO waitaof").await.unwrap();
+    let command_info = server.send_command("COMMAND INFO waitaof").await.unwrap();
     let config = RedisConfig::from_url(&server.url()).unwrap().with_fsync(Fsync::Required);
-    if known.starts_with("*1\r\n*-1") || known.starts_with("*1\r\n$-1") {
+    if command_info.starts_with("*1\r\n*-1") || command_info.starts_with("*1\r\n$-1") {
         let error = RedisBackend::open(config).await.unwrap_err();
         assert!(error.refused(), "{error:?}");
         return;
     }
     let rows = ["layout `native`", "`waiters`", "messages by `PUBLISH`", "`fsync`"];
-    check(&rows, &[&server], &[], None, config).await;
+    assert_rights_are_exact(&rows, &[&server], &[], None, config).await;
 }
 
 #[tokio::test]
@@ -126,10 +130,10 @@ async fn fenced_writes() {
         writes.set(token, &format!("account:{user}"), "6").await?;
         Ok(())
     };
-    try_each(&rights, &[&server], &[], write).await;
+    run_as_each_user(&rights, &[&server], &[], write).await;
 }
 
-/// Every row of the table is checked by a test here.
+/// The list contains every row of the table. A test for a new row must be added with its name.
 #[test]
 fn every_right_is_checked() {
     let checked = [
@@ -142,7 +146,7 @@ fn every_right_is_checked() {
         "messages by `SPUBLISH`",
         "notifications of losses",
         "under sentinels",
-        SENTINELS_OWN,
+        SENTINEL_USER_ROW,
         "a cluster",
         "`restart_guard`",
         "`replicas`",
@@ -170,14 +174,14 @@ fn the_line_to_copy_equals_the_table() {
 
 // ---- The work of the users.
 
-/// Returns the names that a lock and its token have in the server.
-type Names = fn(&str) -> [String; 2];
+/// Returns the Redis keys of a lock and of its token.
+type RedisKeysOf = fn(&str) -> [String; 2];
 
-async fn check(
+async fn assert_rights_are_exact(
     rows: &[&str],
     servers: &[&RedisServer],
     sentinels: &[&RedisServer],
-    cluster: Option<(&RedisCluster, Names)>,
+    cluster: Option<(&RedisCluster, RedisKeysOf)>,
     config: RedisConfig,
 ) {
     let rights = Rights::of(&[COMMON, rows].concat(), "shop");
@@ -203,7 +207,7 @@ async fn check(
         _ = remote.close(Duration::from_secs(5)).await;
         Ok(())
     };
-    try_each(&rights, servers, sentinels, work).await;
+    run_as_each_user(&rights, servers, sentinels, work).await;
 }
 
 async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
@@ -219,17 +223,17 @@ async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
     Ok(builder.timeout(Duration::from_secs(30)).build()?)
 }
 
-/// Runs every operation of a lock.
+/// Runs the operations of an exclusive lock. Other modes and value blocks use the same commands.
 async fn run_all_operations(
     key: &str,
     local: &Registry,
     remote: &Registry,
-    cluster: Option<(&RedisCluster, Names)>,
+    cluster: Option<(&RedisCluster, RedisKeysOf)>,
 ) -> Result<(), Box<dyn Error>> {
     let guard = local.obtain(key).try_lock_for(Duration::from_secs(20)).await?;
-    let guard = guard.ok_or("held")?;
-    if let Some((cluster, names)) = cluster {
-        renew_during_migration(cluster, &names(key), &guard).await?;
+    let guard = guard.ok_or_else(|| format!("{key:?} is held by another client"))?;
+    if let Some((cluster, redis_keys)) = cluster {
+        renew_during_migration(cluster, &redis_keys(key), &guard).await?;
     }
     let lock = remote.obtain(key);
     let listed = async {
@@ -245,14 +249,15 @@ async fn run_all_operations(
         listed = listed => listed?,
     }
     guard.extend(Duration::from_secs(302)).await?;
-    remote.obtain(key).holders().await?.pop().ok_or("it is not held")?;
+    remote.obtain(key).holders().await?.pop().ok_or("`holders` returned no holder")?;
     if !remote.list().await?.iter().any(|holder| holder.key.as_str() == key) {
-        return Err("it is not listed".into());
+        return Err(format!("`list` does not contain the holder of {key:?}").into());
     }
     guard.unlock().await?;
-    let guard = remote.obtain(key).try_lock_for(Duration::from_secs(20)).await?.ok_or("held")?;
+    let guard = remote.obtain(key).try_lock_for(Duration::from_secs(20)).await?;
+    let guard = guard.ok_or_else(|| format!("{key:?} is still held after its release"))?;
     if !local.force_release(key).await? {
-        return Err("it was not held".into());
+        return Err(format!("`force_release` found {key:?} not held").into());
     }
     drop(guard);
     Ok(())
@@ -264,7 +269,7 @@ async fn wait_until_listed(registry: &Registry, key: &str) -> Result<(), Box<dyn
         sleep(Duration::from_millis(100)).await;
     }
     if !registry.list_waiters().await?.iter().any(|waiting| waiting.key.as_str() == key) {
-        return Err("it does not wait".into());
+        return Err(format!("`list_waiters` does not contain the waiter of {key:?}").into());
     }
     Ok(())
 }
@@ -272,10 +277,10 @@ async fn wait_until_listed(registry: &Registry, key: &str) -> Result<(), Box<dyn
 /// Renews while the slot of the lock migrates to another server.
 async fn renew_during_migration(
     cluster: &RedisCluster,
-    names: &[String; 2],
+    redis_keys: &[String; 2],
     guard: &LockGuard,
 ) -> Result<(), Box<dyn Error>> {
-    let slot = RedisCluster::slot_of(&names[0]);
+    let slot = RedisCluster::slot_of(&redis_keys[0]);
     let from = cluster.master_of(slot).await?;
     let other = if slot < 8_000 { 16_000 } else { 0 };
     let to = cluster.master_of(other).await?;
@@ -284,7 +289,7 @@ async fn renew_during_migration(
     static MIGRATING: Mutex<()> = Mutex::const_new(());
     let _serialized = MIGRATING.lock().await;
     let migration = cluster.begin_migration(slot, to).await?;
-    for name in names {
+    for name in redis_keys {
         cluster.migrate_key(&migration, name).await?;
     }
     let renewed = guard.extend(Duration::from_secs(301)).await;
@@ -292,9 +297,10 @@ async fn renew_during_migration(
     Ok(renewed?)
 }
 
-/// Runs the work once as a user with all rights, and once as each user that lacks one right. The
-/// first must be refused nothing, and each of the others must be refused something.
-async fn try_each(
+/// Runs the work as a user with all rights, and as one user for each right, who lacks only that
+/// right. Asserts that `ACL LOG` shows no refused command of the user with all rights, and at least
+/// one of each other user.
+async fn run_as_each_user(
     rights: &Rights,
     servers: &[&RedisServer],
     sentinels: &[&RedisServer],
@@ -306,10 +312,10 @@ async fn try_each(
     let mut users: Vec<(String, Option<(bool, &String)>)> = vec![("all-rights".into(), None)];
     users.extend(all.iter().enumerate().map(|(nth, right)| (format!("lacks-{nth}"), Some(*right))));
     for (user, lacks) in &users {
-        for (nodes_of_kind, rights, here) in
+        for (nodes_of_kind, rights, is_server) in
             [(servers, &rights.servers, true), (sentinels, &rights.sentinels, false)]
         {
-            let rights = rights.iter().filter(|right| *lacks != Some((here, *right)));
+            let rights = rights.iter().filter(|right| *lacks != Some((is_server, *right)));
             let words: Vec<&str> = ["ACL", "SETUSER", user, "on", ">p"]
                 .into_iter()
                 .chain(rights.map(String::as_str))
@@ -327,7 +333,9 @@ async fn try_each(
     users.sort_by_key(|(_, lacks)| lacks.is_none_or(|(_, right)| right != "+eval"));
     let run_with_limit = async |(user, _): &(String, _)| {
         let results = timeout(LONG, work(user.clone())).await;
-        results.unwrap_or_else(|_| Err("it is not complete in time".into()))
+        results.unwrap_or_else(|_| {
+            Err(format!("the work of {user} is not complete after {LONG:?}").into())
+        })
     };
     let (first, others) = users.split_first().unwrap();
     let mut results: Vec<Result<(), Box<dyn Error>>> = vec![run_with_limit(first).await];
@@ -379,7 +387,7 @@ impl Rights {
         let mut rights = Self { servers: Vec::new(), sentinels: Vec::new() };
         for row in rows {
             let list =
-                if *row == SENTINELS_OWN { &mut rights.sentinels } else { &mut rights.servers };
+                if *row == SENTINEL_USER_ROW { &mut rights.sentinels } else { &mut rights.servers };
             for right in
                 book_rights.get(*row).unwrap_or_else(|| panic!("the book has no row {row:?}"))
             {

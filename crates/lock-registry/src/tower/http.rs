@@ -1,5 +1,5 @@
-//! The layer for HTTP: a request that gets no lock, or loses it, gets a response instead of an
-//! error.
+//! The layer for HTTP: if the lock of a request cannot be acquired, or is lost, the request gets a
+//! response instead of an error.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -17,8 +17,9 @@ use tower_service::Service;
 use super::{LockKey, LockLayer, LockService, LockServiceError, RequestMode, run};
 
 impl<KeyFn, M> LockLayer<KeyFn, M> {
-    /// Returns this layer for HTTP. A request that gets no lock, or loses it, gets a response
-    /// instead of an error. By default, it is that of [`StatusResponse`]. Feature `http`.
+    /// Returns this layer for HTTP. If the lock of a request cannot be acquired, or is lost, the
+    /// request gets a response instead of an error. By default, it is that of [`StatusResponse`].
+    /// Feature `http`.
     ///
     /// # Examples
     /// ```
@@ -69,8 +70,8 @@ pub struct HttpLockLayer<KeyFn, M = ClaimMode, F = StatusResponse> {
 }
 
 impl<KeyFn, M, F> HttpLockLayer<KeyFn, M, F> {
-    /// Sets how to respond to a request that gets no lock or loses it: a [`StatusResponse`], or a
-    /// function from [`LockServiceError`] to a response.
+    /// Sets the response if the lock of a request cannot be acquired or is lost: a
+    /// [`StatusResponse`], or a function from [`LockServiceError`] to a response.
     ///
     /// # Examples
     /// ```
@@ -112,10 +113,11 @@ impl<S, KeyFn: Clone, M: Clone, F: Clone> Layer<S> for HttpLockLayer<KeyFn, M, F
     }
 }
 
-/// Responds to a request that gets no lock, or whose lock is lost before its response. Implemented
-/// for functions, and for [`StatusResponse`].
+/// Responds to a request whose lock cannot be acquired, or is lost before the response of the inner
+/// service. Implemented for functions, and for [`StatusResponse`].
 ///
-/// `KeyError` is the error of the key, and `B` the body of the response.
+/// `KeyError` is [`LockKey::Error`], the error of the function that returns the key. `B` is the
+/// body of the response.
 pub trait ErrorResponse<KeyError, B> {
     /// Returns the response. The error is never [`LockServiceError::Inner`].
     fn response(&self, error: LockServiceError<Infallible, KeyError>) -> Response<B>;
@@ -129,8 +131,8 @@ impl<KeyError, B, F: Fn(LockServiceError<Infallible, KeyError>) -> Response<B>>
     }
 }
 
-/// The default response to a request that gets no lock or loses it: a status, with `B::default()`
-/// as body.
+/// The default response to a request whose lock cannot be acquired or is lost: a status, with
+/// `B::default()` as body.
 ///
 /// | reason | status | header `Retry-After` |
 /// |---|---|---|
@@ -145,7 +147,7 @@ pub struct StatusResponse {
 }
 
 impl StatusResponse {
-    /// Returns responses that ask the client to retry after one second.
+    /// Returns the default: the statuses 423 and 503 have the header `Retry-After: 1`.
     #[must_use]
     pub const fn new() -> Self {
         Self { retry_after: Duration::from_secs(1) }

@@ -20,7 +20,7 @@ fn url(server: &EtcdServer, login: &str) -> String {
 }
 
 /// Returns the kind of the error that `url` causes. The error must not contain the password.
-async fn refused(url: &str) -> BackendErrorKind {
+async fn connect_error_kind(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
     let ConfigError::Open { store, source, .. } = &error else { panic!("{error:?}") };
@@ -77,11 +77,17 @@ async fn a_user_without_the_right_password_is_refused() {
     let server = EtcdServer::start_with(options).await.unwrap();
     let registry = connect(&url(&server, "worker:canary@")).await.unwrap();
     registry.obtain("key").lock().await.unwrap().unlock().await.unwrap();
-    assert_eq!(refused(&url(&server, "worker:canary2@")).await, BackendErrorKind::Denied);
-    assert_eq!(refused(&url(&server, "unknown:canary@")).await, BackendErrorKind::Denied);
-    assert_eq!(refused(&url(&server, "")).await, BackendErrorKind::Denied);
+    assert_eq!(
+        connect_error_kind(&url(&server, "worker:canary2@")).await,
+        BackendErrorKind::Denied
+    );
+    assert_eq!(
+        connect_error_kind(&url(&server, "unknown:canary@")).await,
+        BackendErrorKind::Denied
+    );
+    assert_eq!(connect_error_kind(&url(&server, "")).await, BackendErrorKind::Denied);
     let elsewhere = url(&server, "worker:canary@") + "?namespace=elsewhere";
-    assert_eq!(refused(&elsewhere).await, BackendErrorKind::Denied);
+    assert_eq!(connect_error_kind(&elsewhere).await, BackendErrorKind::Denied);
 }
 
 #[tokio::test]
@@ -89,7 +95,7 @@ async fn an_unreachable_cluster_is_a_transient_error() {
     let mut server = EtcdServer::start().await.unwrap();
     server.kill();
     let gone = url(&server, "worker:canary@");
-    assert_eq!(refused(&gone).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(&gone).await, BackendErrorKind::Transient);
     let text = error_text(&connect(&gone).await.unwrap_err());
     assert!(text.contains("tcp connect error: Connection refused"), "{text}");
 }
@@ -139,12 +145,18 @@ async fn connections_are_encrypted_and_verified() {
     registry.obtain("key").lock().await.unwrap().unlock().await.unwrap();
     // Without the certificate authority, without a client certificate, and without encryption.
     let without_ca = format!("{encrypted}?cert={cert}&key={key}");
-    assert_eq!(refused(&without_ca).await, BackendErrorKind::Misconfigured);
-    assert_ne!(refused(&format!("{encrypted}?ca={ca}")).await, BackendErrorKind::Protocol);
-    assert_eq!(refused(&format!("etcd://{}", server.addr())).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(&without_ca).await, BackendErrorKind::Misconfigured);
+    assert_ne!(
+        connect_error_kind(&format!("{encrypted}?ca={ca}")).await,
+        BackendErrorKind::Protocol
+    );
+    assert_eq!(
+        connect_error_kind(&format!("etcd://{}", server.addr())).await,
+        BackendErrorKind::Transient
+    );
     // A member without encryption closes the connection without a response, like a member that is
     // shutting down.
     let plain = EtcdServer::start().await.unwrap();
-    let kind = refused(&format!("etcds://{}?ca={ca}", plain.addr())).await;
+    let kind = connect_error_kind(&format!("etcds://{}?ca={ca}", plain.addr())).await;
     assert_eq!(kind, BackendErrorKind::Transient);
 }

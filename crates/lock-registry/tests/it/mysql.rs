@@ -16,7 +16,7 @@ use sqlx::{Connection as _, MySqlConnection};
 const CANARY: &str = "canary";
 
 /// Returns the kind of the error that `url` causes. The error must not contain the password.
-async fn refused(url: &str) -> BackendErrorKind {
+async fn connect_error_kind(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
     let ConfigError::Open { store: "mysql", source, .. } = &error else { panic!("{error:?}") };
@@ -68,7 +68,7 @@ async fn an_error_has_its_kind_and_no_password() {
             BackendErrorKind::Misconfigured,
         ),
     ] {
-        assert_eq!(refused(&url).await, kind);
+        assert_eq!(connect_error_kind(&url).await, kind);
     }
     // A user who may not create the missing tables.
     let grant = format!(
@@ -76,7 +76,7 @@ async fn an_error_has_its_kind_and_no_password() {
     );
     server.sql(&grant).await.unwrap();
     let url = format!("mysql://{CANARY}:right@{addr}/app?table_prefix=missing");
-    assert_eq!(refused(&url).await, BackendErrorKind::Denied);
+    assert_eq!(connect_error_kind(&url).await, BackendErrorKind::Denied);
     for option in ["schema=locks", "prepared=false", "listen=off", "replicas=1"] {
         let error = connect(&format!("{}?{option}", server.url())).await.unwrap_err();
         assert!(
@@ -96,9 +96,9 @@ async fn only_the_certificate_authority_in_the_file_is_trusted() {
         |directory: &TlsFolder| format!("{}?ca={}", server.url(), directory.ca_file().display());
     let registry = connect(&url_with_ca(&trusted)).await.unwrap();
     registry.obtain("k").lock().await.unwrap().unlock().await.unwrap();
-    assert_eq!(refused(&url_with_ca(&untrusted)).await, BackendErrorKind::Misconfigured);
+    assert_eq!(connect_error_kind(&url_with_ca(&untrusted)).await, BackendErrorKind::Misconfigured);
     assert_eq!(
-        refused(&format!("{}?sslmode=disable", server.url())).await,
+        connect_error_kind(&format!("{}?sslmode=disable", server.url())).await,
         BackendErrorKind::Denied
     );
 }

@@ -29,7 +29,7 @@ async fn server_with(users: &[&str]) -> RedisServer {
 }
 
 /// Returns the kind of the error that `url` causes. The error must not contain the password.
-async fn refused(url: &str) -> BackendErrorKind {
+async fn connect_error_kind(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
     let ConfigError::Open { store, source, .. } = &error else { panic!("{error:?}") };
@@ -37,7 +37,7 @@ async fn refused(url: &str) -> BackendErrorKind {
     source.kind()
 }
 
-async fn locks_and_unlocks(registry: &Registry) {
+async fn assert_lock_and_unlock(registry: &Registry) {
     let guard = registry.obtain("key").try_lock().await.unwrap().expect("the key is not locked");
     assert!(guard.fencing_token().get() > 0);
     guard.unlock().await.unwrap();
@@ -71,7 +71,7 @@ async fn locks_in_different_namespaces_and_databases_are_independent() {
     let here = connect(&url).await.unwrap();
     let guard = here.obtain("key").try_lock().await.unwrap().unwrap();
     for elsewhere in [format!("{url}?namespace=shop"), format!("{url}/1"), format!("{url}/15")] {
-        locks_and_unlocks(&connect(&elsewhere).await.unwrap()).await;
+        assert_lock_and_unlock(&connect(&elsewhere).await.unwrap()).await;
     }
     // The default namespace can also be given explicitly.
     let same = connect(&format!("{url}/0?namespace=lock-registry")).await.unwrap();
@@ -92,7 +92,7 @@ async fn a_password_is_required_and_never_shown() {
     let addr = server.addr();
     let right = format!("redis://:right-canary%2F%40%C3%BC@{addr}");
     let registry = connect(&right).await.unwrap();
-    locks_and_unlocks(&registry).await;
+    assert_lock_and_unlock(&registry).await;
     let shown = format!("{registry:?} {:?}", RegistryConfig::from_url(&right).unwrap().settings());
     assert!(!shown.contains(CANARY), "{shown}");
     for wrong in [
@@ -100,7 +100,7 @@ async fn a_password_is_required_and_never_shown() {
         format!("redis://canary:right-canary%2F%40%C3%BC@{addr}"),
         format!("redis://{addr}"),
     ] {
-        assert_eq!(refused(&wrong).await, BackendErrorKind::Denied, "{wrong}");
+        assert_eq!(connect_error_kind(&wrong).await, BackendErrorKind::Denied, "{wrong}");
     }
 }
 
@@ -108,9 +108,9 @@ async fn a_password_is_required_and_never_shown() {
 async fn a_user_logs_in_with_name_and_password() {
     let server = server_with(&["worker on >canary ~* &* +@all", "default off"]).await;
     let addr = server.addr();
-    locks_and_unlocks(&connect(&format!("redis://worker:canary@{addr}")).await.unwrap()).await;
+    assert_lock_and_unlock(&connect(&format!("redis://worker:canary@{addr}")).await.unwrap()).await;
     for wrong in ["worker:canary2@", ":canary@", ""] {
-        let kind = refused(&format!("redis://{wrong}{addr}")).await;
+        let kind = connect_error_kind(&format!("redis://{wrong}{addr}")).await;
         assert_eq!(kind, BackendErrorKind::Denied, "{wrong}");
     }
 }
@@ -172,7 +172,8 @@ async fn another_database_number_requires_the_select_right() {
         (format!("plain on >canary {RIGHTS}"), format!("selects on >canary {RIGHTS} +select"));
     let server = server_with(&[&plain, &selects]).await;
     let addr = server.addr();
-    locks_and_unlocks(&connect(&format!("redis://selects:canary@{addr}/1")).await.unwrap()).await;
+    assert_lock_and_unlock(&connect(&format!("redis://selects:canary@{addr}/1")).await.unwrap())
+        .await;
     connect(&format!("redis://plain:canary@{addr}/1")).await.unwrap_err();
 }
 
@@ -191,9 +192,9 @@ async fn an_unreachable_server_is_a_transient_error() {
     let mut server = server(&[]).await;
     let url = format!("redis://worker:canary@{}", server.addr());
     server.kill();
-    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(&url).await, BackendErrorKind::Transient);
     let unknown_host = "redis://worker:canary@no-such-host.invalid";
-    assert_eq!(refused(unknown_host).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(unknown_host).await, BackendErrorKind::Transient);
 }
 
 #[tokio::test]
@@ -201,7 +202,7 @@ async fn a_silent_server_is_an_error_after_connect_timeout() {
     let server = server(&[]).await;
     server.pause().unwrap();
     let url = format!("redis://:canary@{}?connect_timeout=50ms", server.addr());
-    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(&url).await, BackendErrorKind::Transient);
 }
 
 #[cfg(feature = "redis-tls")]
@@ -209,7 +210,7 @@ async fn a_silent_server_is_an_error_after_connect_timeout() {
 async fn a_server_without_tls_is_an_error() {
     let server = server(&[]).await;
     let url = format!("rediss://worker:canary@{}", server.addr());
-    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+    assert_eq!(connect_error_kind(&url).await, BackendErrorKind::Transient);
 }
 
 #[tokio::test]
@@ -249,7 +250,7 @@ async fn redis_options_are_accepted_from_every_source() {
         assert!(set.iter().any(|(name, value)| (*name, &**value) == expected), "{set:?}");
     }
     let registry = config.connect().await.unwrap();
-    locks_and_unlocks(&registry).await;
+    assert_lock_and_unlock(&registry).await;
     // The token is kept for two days after the last grant.
     let left = server.send_command("PTTL lock-registry:{key}:token").await.unwrap();
     let left: u64 = left.trim_start_matches(':').trim().parse().expect("a time in milliseconds");

@@ -15,14 +15,14 @@ async fn server() -> ZooKeeperServer {
 }
 
 /// Returns the error that `url` causes. It must not contain the password.
-async fn refused(url: &str) -> (BackendErrorKind, String) {
+async fn connect_error(url: &str) -> (BackendErrorKind, String) {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
     let ConfigError::Open { source, .. } = &error else { panic!("{error:?}") };
     (source.kind(), source.to_string())
 }
 
-async fn locks_and_unlocks(registry: &Registry) {
+async fn assert_lock_and_unlock(registry: &Registry) {
     let guard = registry.obtain("key").try_lock().await.unwrap().expect("the key is not locked");
     assert!(guard.fencing_token().get() > 0);
     guard.unlock().await.unwrap();
@@ -56,7 +56,7 @@ async fn locks_in_different_namespaces_roots_and_layouts_are_independent() {
     let here = connect(&url).await.unwrap();
     let guard = here.obtain("key").try_lock().await.unwrap().unwrap();
     for elsewhere in ["?namespace=shop", "?root=/elsewhere", "?layout=curator"] {
-        locks_and_unlocks(&connect(&format!("{url}{elsewhere}")).await.unwrap()).await;
+        assert_lock_and_unlock(&connect(&format!("{url}{elsewhere}")).await.unwrap()).await;
     }
     // The defaults can also be given explicitly.
     for same in ["?namespace=default", "?root=/lock-registry", "/?layout=native&naming=kazoo"] {
@@ -69,7 +69,7 @@ async fn locks_in_different_namespaces_roots_and_layouts_are_independent() {
 #[tokio::test]
 async fn a_chroot_must_exist_and_contains_all_nodes() {
     let server = server().await;
-    let (kind, message) = refused(&format!("{}/app", server.url())).await;
+    let (kind, message) = connect_error(&format!("{}/app", server.url())).await;
     assert_eq!(kind, BackendErrorKind::Misconfigured, "{message}");
     assert!(message.contains("create it"), "{message}");
     // A lock of the Curator layout creates the chroot's node.
@@ -90,11 +90,11 @@ async fn a_lease_is_half_of_the_session_that_the_servers_grant() {
     let url = server.url();
     let default_session = connect(&url).await.unwrap();
     assert_eq!(default_session.capabilities().lease_max, Duration::from_secs(2));
-    locks_and_unlocks(&default_session).await;
-    let (kind, message) = refused(&format!("{url}?lease=10s")).await;
+    assert_lock_and_unlock(&default_session).await;
+    let (kind, message) = connect_error(&format!("{url}?lease=10s")).await;
     assert_eq!(kind, BackendErrorKind::Misconfigured);
     assert!(message.contains("maxSessionTimeout") && message.contains("2s"), "{message}");
-    locks_and_unlocks(&connect(&format!("{url}?lease=1s&session=3s")).await.unwrap()).await;
+    assert_lock_and_unlock(&connect(&format!("{url}?lease=1s&session=3s")).await.unwrap()).await;
 }
 
 #[tokio::test]
@@ -118,7 +118,7 @@ async fn an_acl_restricts_nodes_to_clients_with_the_same_login() {
 async fn an_unreachable_zookeeper_is_a_transient_error() {
     let mut server = server().await;
     server.kill();
-    let (kind, message) = refused(&format!("zk://app:canary@{}", server.addr())).await;
+    let (kind, message) = connect_error(&format!("zk://app:canary@{}", server.addr())).await;
     assert_eq!(kind, BackendErrorKind::Transient, "{message}");
 }
 
@@ -161,12 +161,12 @@ mod encrypted {
         let url_with_ca =
             |ca: std::path::PathBuf| format!("zks://{}?ca={}", server.addr(), ca.display());
         let trusted = format!("{}&connect_timeout=20s", url_with_ca(directory.ca_file()));
-        locks_and_unlocks(&connect(&trusted).await.unwrap()).await;
+        assert_lock_and_unlock(&connect(&trusted).await.unwrap()).await;
         let untrusted = TlsFolder::new().unwrap();
         // The client retries until `connect_timeout`.
-        refused(&format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()))).await;
+        connect_error(&format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()))).await;
         // The server sends no response over an unencrypted connection.
-        refused(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
+        connect_error(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
     }
 
     #[tokio::test]
@@ -185,7 +185,7 @@ mod encrypted {
         for config in [by_option, by_method] {
             let config = config.with_connect_timeout(Duration::from_secs(20));
             let backend = ZkBackend::open(config).await.unwrap();
-            locks_and_unlocks(&Registry::builder(Arc::new(backend)).build().unwrap()).await;
+            assert_lock_and_unlock(&Registry::builder(Arc::new(backend)).build().unwrap()).await;
         }
     }
 
@@ -197,7 +197,8 @@ mod encrypted {
         let url = format!("zks://{}?ca={}", server.addr(), directory.ca_file().display());
         let (cert, key) = (directory.client_cert_file(), directory.client_key_file());
         let client = format!("{url}&cert={}&key={}", cert.display(), key.display());
-        locks_and_unlocks(&connect(&format!("{client}&connect_timeout=20s")).await.unwrap()).await;
-        refused(&format!("{url}&connect_timeout=3s")).await;
+        assert_lock_and_unlock(&connect(&format!("{client}&connect_timeout=20s")).await.unwrap())
+            .await;
+        connect_error(&format!("{url}&connect_timeout=3s")).await;
     }
 }

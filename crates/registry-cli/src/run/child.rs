@@ -159,13 +159,14 @@ pub(super) fn has_processes(group: Pid) -> bool {
 
 /// Reaps all ended processes of `group` that are children of this process.
 fn reap_group(group: Pid) {
-    let is_reaped = || match waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG)) {
+    // Returns whether another process may follow.
+    let reap_next = || match waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG)) {
         Ok(WaitStatus::StillAlive) => false,
         // `EINVAL` means that a real-time signal ended the process, which is reaped too.
         Ok(_) | Err(Errno::EINTR | Errno::EINVAL) => true,
         Err(_) => false,
     };
-    while is_reaped() {}
+    while reap_next() {}
 }
 
 fn pid_of(child: &Child) -> Pid {

@@ -1,5 +1,5 @@
-//! The watchdog: a second process that ends the command of `run` or `elect` if `lockreg` cannot.
-//! `lockreg` cannot if it was killed, or if it is stopped while the lease ends.
+//! The watchdog: a second process that ends the command of `run` or `elect` in two cases: `lockreg`
+//! was killed, or a stop signal (SIGSTOP, SIGTSTP) has suspended `lockreg` when the lease ends.
 //!
 //! `lockreg` writes lines to the stdin of the watchdog: `group GROUP GRACE`, `until DEADLINE`,
 //! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended.
@@ -13,7 +13,7 @@ use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -60,7 +60,8 @@ impl Watchdog {
         self.sender.set_deadline(now().saturating_add(valid_for));
     }
 
-    /// Informs the watchdog that `lockreg` itself ends the command.
+    /// Makes the watchdog ignore the deadline, because `lockreg` has begun to terminate the
+    /// command. If `lockreg` ends, the watchdog still terminates the command.
     pub(crate) fn disarm(&mut self) {
         self.sender.send("disarm\n");
     }
@@ -167,16 +168,27 @@ impl<F: AsFd> MessageReader<F> {
     /// Waits for the next message, at most until `until`. Always returns a message that was written
     /// before `until`, even if this process runs late.
     fn next(&mut self, until: Option<Duration>) -> Received {
+        let mut until = until;
+        let mut read_at = (now(), Instant::now());
         loop {
             if let Some(end) = self.unparsed.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.unparsed.drain(..=end).collect();
                 return Received::Message(String::from_utf8_lossy(&line).trim_end().to_owned());
             }
+            // An `Instant` does not count the time for which the host was suspended.
+            let suspended = now().saturating_sub(read_at.0).saturating_sub(read_at.1.elapsed());
+            if suspended > REACTION_LIMIT {
+                // `lockreg` has been suspended too, and may be about to renew the lease, or to
+                // detect its loss.
+                until = until.map(|until| until.max(now().saturating_add(RESUME_LIMIT)));
+                read_at = (now(), Instant::now());
+            }
             let left = until.map(|until| until.saturating_sub(now()));
-            // The timeout is rounded up. A timeout of zero would make this loop spin in the last
-            // millisecond.
+            // `poll` does not count that time either, so the clock is read again after
+            // `CLOCK_READ_INTERVAL`. The timeout is rounded up. A timeout of zero would make this
+            // loop spin in the last millisecond.
             let timeout = left.map_or(PollTimeout::NONE, |left| {
-                PollTimeout::try_from(left.as_millis().saturating_add(1))
+                PollTimeout::try_from(left.min(CLOCK_READ_INTERVAL).as_millis().saturating_add(1))
                     .unwrap_or(PollTimeout::MAX)
             });
             let mut polled = [PollFd::new(self.pipe.as_fd(), PollFlags::POLLIN)];
@@ -200,9 +212,10 @@ impl<F: AsFd> MessageReader<F> {
 struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
-    /// The time until which the command may run: the end of the lease, less a margin of `elect`.
-    /// The watchdog ends the group [`REACTION_LIMIT`] later.
-    /// `None` if it is not known yet, or if `lockreg` or this watchdog already ends the group.
+    /// The time of the last `until` message. For `run`, it is the end of the lease. For `elect`, it
+    /// is about a third of the lease earlier, or `KILL_MARGIN` earlier once the termination has
+    /// begun. The watchdog ends the group [`REACTION_LIMIT`] later. `None` if it is not known yet,
+    /// or if `lockreg` already ends the group.
     until: Option<Duration>,
 }
 
@@ -222,7 +235,8 @@ fn watch(mut messages: MessageReader<impl AsFd>) {
                 state.until = None;
                 let Some(group) = state.group else { continue };
                 let reason = "the lease was not renewed in time and lockreg does not respond; sent SIGTERM to its command";
-                terminate_group(group, state.grace, reason);
+                // After that, the group has ended, and another process may get its id.
+                return terminate_group(group, state.grace, reason);
             }
         }
     }
@@ -239,7 +253,11 @@ impl WatchdogState {
                     number().and_then(|group| i32::try_from(group).ok()).map(Pid::from_raw);
                 self.grace = Duration::from_millis(number().unwrap_or(0));
             }
-            Some("until") => self.until = number().map(Duration::from_nanos),
+            Some("until") => {
+                if let Some(until) = number() {
+                    self.until = Some(Duration::from_nanos(until));
+                }
+            }
             Some("disarm") => self.until = None,
             _ => {}
         }
@@ -276,6 +294,11 @@ fn now() -> Duration {
 
 /// The time that `lockreg` has to react to the end of the lease before the watchdog reacts.
 const REACTION_LIMIT: Duration = Duration::from_millis(100);
+/// The interval at which a watchdog with a deadline reads the clock.
+const CLOCK_READ_INTERVAL: Duration = Duration::from_secs(1);
+/// The time that `lockreg` has to react after the host was suspended. It reads the clock once per
+/// second, and may then have to wait for the store.
+const RESUME_LIMIT: Duration = Duration::from_secs(3);
 /// The number of bytes that are removed from a full pipe at once. They contain many messages, and
 /// thus make space for one message.
 const DISCARDED_BYTES: usize = 4_096;
@@ -295,17 +318,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_parsed_and_unknown_messages_are_ignored() {
+    fn messages_are_parsed_and_invalid_messages_are_ignored() {
         let mut state = WatchdogState::default();
-        for message in ["group 4242 1500", "until 77", "nonsense", "until"] {
+        for message in ["group 4242 1500", "until 77", "nonsense", "until", "until soon"] {
             state.apply(message);
         }
         assert_eq!(
             (state.group, state.grace),
             (Some(Pid::from_raw(4242)), Duration::from_millis(1_500))
         );
-        assert_eq!(state.until, None);
-        state.apply("until 77");
         assert_eq!(state.until, Some(Duration::from_nanos(77)));
         state.apply("disarm");
         assert_eq!(state.until, None);
@@ -336,15 +357,15 @@ mod tests {
     const IGNORES_SIGTERM: &str = "trap '' TERM; echo up; while :; do sleep 1; done";
     const EXITS_ON_SIGTERM: &str = "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done";
 
-    fn deadline_in_ms(ms: u64) -> u128 {
+    fn deadline_nanos_after_ms(ms: u64) -> u128 {
         now().saturating_add(Duration::from_millis(ms)).as_nanos()
     }
 
     #[test]
-    fn a_group_without_lockreg_is_killed_at_the_end_of_the_lease_before_a_longer_grace_time() {
+    fn without_lockreg_the_group_is_killed_at_the_end_of_the_lease_if_the_grace_time_is_longer() {
         let (mut shell, group) = start_group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(200)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_nanos_after_ms(200)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -352,10 +373,11 @@ mod tests {
     }
 
     #[test]
-    fn a_group_without_lockreg_is_killed_after_the_grace_time_before_a_longer_lease() {
+    fn without_lockreg_the_group_is_killed_after_the_grace_time_if_the_lease_is_longer() {
         let (mut shell, group) = start_group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 200\nuntil {}", deadline_in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 200\nuntil {}", deadline_nanos_after_ms(3_600_000))
+            .unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -366,7 +388,8 @@ mod tests {
     fn a_group_gets_sigterm_before_sigkill() {
         let (mut shell, group) = start_group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_nanos_after_ms(3_600_000))
+            .unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
@@ -374,14 +397,14 @@ mod tests {
     }
 
     #[test]
-    fn an_expired_lease_terminates_the_group_and_the_watchdog_continues() {
+    fn an_expired_lease_terminates_the_group_and_ends_the_watchdog() {
         let (mut shell, group) = start_group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_in_ms(0)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", deadline_nanos_after_ms(0)).unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
-        writeln!(writer, "done").unwrap();
         watching.join().unwrap();
+        drop(writer);
     }
 
     #[test]
@@ -390,7 +413,8 @@ mod tests {
             start_group("trap 'exit 7' TERM; echo up; while :; do sleep 0.1; echo on; done");
         let (pipe, mut writer) = io::pipe().unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
-        writeln!(writer, "group {group} 3600000\nuntil {}\ndisarm", deadline_in_ms(300)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}\ndisarm", deadline_nanos_after_ms(300))
+            .unwrap();
         // The command runs for longer than the lease.
         let mut on = [0; 30];
         shell.stdout.as_mut().unwrap().read_exact(&mut on).unwrap();

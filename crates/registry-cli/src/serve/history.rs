@@ -1,12 +1,14 @@
 //! The current and past holds of each key, as the snapshots showed them.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 
 use lock_registry::{FencingToken, Holder, Key};
 use serde::Serialize;
 
-/// A hold of a key, from its grant to the last snapshot that showed it. A hand-over within a
-/// process continues the same hold.
+/// A hold of a key, from its grant to the last snapshot that showed it. A snapshot does not show a
+/// hand-over within a process, which continues the recorded hold. An upgrade takes a new token, so
+/// it ends the recorded hold and begins another.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct ObservedHold {
     #[serde(skip)]
@@ -42,7 +44,8 @@ const ANSWER_MAX: usize = 500;
 
 impl History {
     /// Records the holders of a snapshot that was taken at `at_ms`. Ends the open holds that
-    /// `holders` does not contain.
+    /// `holders` does not contain. (ZooKeeper omits a key whose queue changed during each of
+    /// several reads.)
     pub(crate) fn record(&mut self, holders: &[Holder], at_ms: u64) {
         let mut before = std::mem::take(&mut self.open);
         for holder in holders {
@@ -57,7 +60,7 @@ impl History {
                 last_seen_ms: at_ms,
                 ended: false,
             });
-            // A conversion changes the mode during the hold.
+            // A downgrade changes the mode during the hold.
             hold.mode = holder.mode.to_string();
             hold.last_seen_ms = at_ms;
             self.open.insert(identity, hold);
@@ -73,14 +76,16 @@ impl History {
         }
     }
 
-    /// Returns the newest recorded holds of `key`, at most [`ANSWER_MAX`], sorted by their
-    /// beginnings.
+    /// Returns the recorded holds of `key`, sorted by their beginnings. If there are more than
+    /// [`ANSWER_MAX`], the newest open holds have priority, then those that ended last.
     pub(crate) fn of(&self, key: &Key) -> Vec<ObservedHold> {
-        let newest = self.open.values().chain(self.ended.iter().rev());
-        let mut holds: Vec<_> =
-            newest.filter(|hold| hold.key == *key).take(ANSWER_MAX).cloned().collect();
-        holds.sort_by_key(|hold| (hold.began_ms, hold.token));
-        holds
+        let began = |hold: &&ObservedHold| (hold.began_ms, hold.token);
+        let mut open: Vec<_> = self.open.values().filter(|hold| hold.key == *key).collect();
+        open.sort_by_key(|hold| Reverse(began(hold)));
+        let ended = self.ended.iter().rev().filter(|hold| hold.key == *key);
+        let mut holds: Vec<_> = open.into_iter().chain(ended).take(ANSWER_MAX).collect();
+        holds.sort_by_key(began);
+        holds.into_iter().cloned().collect()
     }
 }
 
@@ -126,6 +131,11 @@ mod tests {
         let answer = history.of(&Key::new("a").unwrap());
         let newest = ENDED_MAX as u64 + 10;
         assert_eq!((answer.len(), answer[ANSWER_MAX - 1].began_ms), (ANSWER_MAX, newest));
+        let open: Vec<_> =
+            (1..=ANSWER_MAX as u64 + 100).map(|token| holder("b", token, token)).collect();
+        history.record(&open, 1_000_000);
+        let answer = history.of(&Key::new("b").unwrap());
+        assert_eq!((answer.len(), answer[0].began_ms), (ANSWER_MAX, 1_000_000 - ANSWER_MAX as u64));
         let long = "x".repeat(4_000);
         for token in 1..=ENDED_BYTES_MAX as u64 / 4_000 + 10 {
             history.record(&[holder(&long, token, 0)], token);

@@ -29,7 +29,7 @@ use tokio::sync::broadcast::error::RecvError;
 use super::history::ObservedHold;
 use super::metrics;
 use super::monitor::Monitor;
-use crate::exit::causes;
+use crate::exit::error_chain;
 use crate::inspect::ShowView;
 use crate::output::{HolderView, Output, WaiterView, printable};
 
@@ -356,7 +356,7 @@ async fn break_lock(
         .await
         .map_err(|error| Failure::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
     let broken = released
-        .map_err(|error| Failure::new(StatusCode::BAD_GATEWAY, causes(&error).join(": ")))?;
+        .map_err(|error| Failure::new(StatusCode::BAD_GATEWAY, error_chain(&error).join(": ")))?;
     Ok(json_of(&json!({ "key": key.as_str(), "broken": broken })))
 }
 

@@ -1,4 +1,4 @@
-//! Effects of losing the lock, or of ending `lockreg` itself, while the command runs.
+//! Effects of a lost lock, or of the end of `lockreg`, on the command of `run` and on `hold`.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
@@ -41,7 +41,8 @@ fn the_command_of_a_killed_holder_is_ended_and_its_key_is_free_after_the_lease()
     assert_eq!(store.run(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
     let freed = killed.elapsed();
 
-    // The lease, one second, and at most ten seconds to start two programs on a busy machine.
+    // The lease, one second of tolerance for the wake-up of the waiter, and ten seconds to start
+    // two programs on a busy machine.
     assert!(freed < LEASE + Duration::from_secs(11), "{freed:?}");
     wait_until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
 }
@@ -237,6 +238,25 @@ fn hold_reports_the_loss_by_its_status_if_stdout_is_closed() {
     assert_eq!(done.status.code(), Some(76));
     let stderr = String::from_utf8(done.stderr).unwrap();
     assert!(stderr.contains("job was lost"), "{stderr}");
+}
+
+#[test]
+fn hold_fails_if_its_stdout_is_closed_before_it_reports_the_lock() {
+    let store = TestStore::new();
+    let (reader, closed) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut holder = store
+        .lockreg(["hold", "job"])
+        .stdin(Stdio::piped())
+        .stdout(closed)
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The test keeps stdin open, because the end of stdin would end `hold` too.
+    let _stdin = holder.stdin.take();
+    wait_until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    assert_eq!(holder.wait().unwrap().code(), Some(74));
+    assert_eq!(store.holder("job"), None);
 }
 
 #[test]

@@ -56,13 +56,6 @@ impl<S> Redis<S> {
     }
 }
 
-impl<S> Drop for Redis<S> {
-    fn drop(&mut self) {
-        let _inside = self.runtime.enter();
-        self.servers = None;
-    }
-}
-
 #[test]
 fn exactly_one_of_ten_processes_that_do_not_wait_runs() {
     let redis = Redis::start(&[], "");
@@ -114,7 +107,7 @@ fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_notified() {
 fn a_leader_without_its_store_ends_its_command_before_another_candidate_leads() {
     let redis = Redis::start(&[], "");
     let server = redis.servers.as_ref().unwrap().addr();
-    let _inside = redis.runtime.enter();
+    let _enter_guard = redis.runtime.enter();
     let proxy = FaultProxy::start(server).unwrap();
     let url = format!("redis://{}", proxy.addr());
     // The command ignores SIGTERM, so only SIGKILL ends it.
@@ -135,7 +128,8 @@ fn a_leader_without_its_store_ends_its_command_before_another_candidate_leads() 
     first.wait();
 }
 
-/// `lockreg` connects through a proxy until its wait limit is over, by its own clock.
+/// The proxy blocks the connection of `lockreg` while the test moves the monotonic clock of
+/// `lockreg` ahead by `--wait`. After that, the wait is over and the command is not run.
 #[cfg(target_os = "linux")]
 #[test]
 fn the_time_for_connecting_counts_towards_the_wait_of_a_scheduled_command() {
@@ -144,7 +138,7 @@ fn the_time_for_connecting_counts_towards_the_wait_of_a_scheduled_command() {
     let redis = Redis::start(&[], "");
     let holder = TestProcess::start(&mut redis.command(&["hold", "nightly"]));
     holder.next_line();
-    let _inside = redis.runtime.enter();
+    let _enter_guard = redis.runtime.enter();
     let proxy = FaultProxy::start(redis.servers.as_ref().unwrap().addr()).unwrap();
     redis.runtime.block_on(proxy.set_mode(ProxyMode::BlackHole)).unwrap();
     let clock = ClockShim::new().unwrap();
@@ -204,8 +198,6 @@ fn a_refused_login_or_a_stopped_server_is_status_69_and_the_password_is_redacted
         }
     };
     assert_refused(&redis, "rejected this user or password");
-    let inside = redis.runtime.enter();
     redis.servers = None;
-    drop(inside);
     assert_refused(&redis, "the connection was refused");
 }

@@ -22,6 +22,15 @@ pub(crate) struct TestStore {
     folder: TempDir,
 }
 
+/// Removes the environment variables that affect `lockreg` from the environment of `command`.
+pub(crate) fn remove_lock_variables(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LOCK") {
+            command.env_remove(name);
+        }
+    }
+}
+
 impl TestStore {
     pub(crate) fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
@@ -40,11 +49,7 @@ impl TestStore {
     pub(crate) fn lockreg<const N: usize>(&self, arguments: [&str; N]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockreg"));
         command.args(arguments).env("XDG_STATE_HOME", self.folder()).env("T", self.folder());
-        for (name, _) in std::env::vars_os() {
-            if name.to_string_lossy().starts_with("LOCK") {
-                command.env_remove(name);
-            }
-        }
+        remove_lock_variables(&mut command);
         command
     }
 

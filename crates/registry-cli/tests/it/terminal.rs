@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use nix::pty::{Winsize, openpty};
 
-use crate::support::{TEST_TIMEOUT, TestStore};
+use crate::support::{TEST_TIMEOUT, TestStore, remove_lock_variables};
 
 /// A shell with job control on its own terminal.
 struct Shell {
@@ -24,7 +24,9 @@ impl Shell {
         let slave = || File::from(pty.slave.try_clone().unwrap());
         // `setsid --ctty` makes the stdin of the shell its controlling terminal, which would
         // otherwise need `unsafe` code.
-        let shell = Command::new("setsid")
+        let mut command = Command::new("setsid");
+        remove_lock_variables(&mut command);
+        let shell = command
             .args(["--ctty", "--wait", "sh", "-m", "-i"])
             .env("PS1", "$ ")
             // Without it, a progress line cannot be drawn.
@@ -55,9 +57,10 @@ impl Shell {
         self.input.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until the screen shows `text`, and discards the output up to there.
+    /// Waits until the screen shows `text`, and removes the output up to there. Returns the output
+    /// before `text`.
     #[track_caller]
-    fn wait_for(&mut self, text: &str) {
+    fn wait_for(&mut self, text: &str) -> String {
         let started = Instant::now();
         while !self.output.contains(text) {
             match self.terminal_output.recv_timeout(TEST_TIMEOUT.saturating_sub(started.elapsed()))
@@ -66,14 +69,16 @@ impl Shell {
                 Err(error) => panic!("no {text:?} on the screen ({error}), only {:?}", self.output),
             }
         }
-        let end = self.output.find(text).unwrap() + text.len();
-        self.output.drain(..end);
+        let start = self.output.find(text).unwrap();
+        let before = self.output.drain(..start).collect();
+        self.output.drain(..text.len());
+        before
     }
 }
 
 impl Drop for Shell {
     fn drop(&mut self) {
-        // When the shell ends, all processes on its terminal get SIGHUP.
+        // When the shell ends, the foreground process group gets SIGHUP.
         let _ = self.shell.kill();
         let _ = self.shell.wait();
     }
@@ -81,7 +86,8 @@ impl Drop for Shell {
 
 const SIZE: Winsize = Winsize { ws_row: 24, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 };
 
-// The quotes distinguish the echo of the typed command from the output for which the test waits.
+// The empty quotes in `u''p` and `in''t` keep the echo of the typed command from matching `up` and
+// `int`, for which the test waits.
 const COMMAND: &str = r#"'trap "echo in''t" INT; echo u''p; while test "$line" != bye; do read -r line && echo "got ${line}!"; done; exit 5'"#;
 
 #[test]
@@ -95,8 +101,8 @@ fn the_command_reads_the_terminal_and_receives_ctrl_c_once() {
     shell.type_keys("\x03");
     shell.wait_for("int\r\n");
     shell.type_keys("more\n");
-    shell.wait_for("got more!");
-    assert!(!shell.output.contains("int\r\n"));
+    let before = shell.wait_for("got more!");
+    assert!(!before.contains("int\r\n"), "the command received a second SIGINT: {before:?}");
     shell.type_keys("bye\n");
     shell.wait_for("status 5.");
 }
@@ -174,6 +180,8 @@ fn in_a_pipeline_ctrl_c_ends_the_command() {
     shell.type_keys("$LOCKREG run key -- sh -c 'echo u''p; exec sleep 1000' | cat\n");
     shell.wait_for("up\r\n");
     shell.type_keys("\x03");
+    // The terminal discards pending input when it handles Ctrl-C, so the test waits for the prompt.
+    shell.wait_for("$ ");
     shell.type_keys("$LOCKREG show key; echo \"status $?.\"\n");
     shell.wait_for("key is not locked");
     shell.wait_for("status 1.");
@@ -198,7 +206,6 @@ fn in_a_pipeline_that_was_stopped_and_resumed_the_other_program_keeps_the_termin
         shell.wait_for(&format!("got {line}!"));
     }
     shell.type_keys("\x03");
-    // Ctrl-C discards input that was typed before it is handled.
     shell.wait_for("$ ");
     shell.type_keys("$LOCKREG show key\n");
     shell.wait_for("key is not locked");

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::termios::{Termios, tcgetattr};
 use nix::unistd::Pid;
 
 use crate::support::{
@@ -20,6 +21,8 @@ struct Top {
     input: File,
     output: Receiver<Vec<u8>>,
     screen: vt100::Parser,
+    /// The settings of the terminal before the start of `lockreg`.
+    settings: Termios,
     child: Child,
 }
 
@@ -29,6 +32,7 @@ impl Top {
         let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
         let pty = openpty(Some(&size), None).unwrap();
         let slave = || File::from(pty.slave.try_clone().unwrap());
+        let settings = tcgetattr(&pty.slave).unwrap();
         let lockreg = store.lockreg([]);
         // `setsid --ctty` makes stdin the controlling terminal, which would otherwise need `unsafe`
         // code.
@@ -59,7 +63,7 @@ impl Top {
                 }
             }
         });
-        Self { input, output, screen: vt100::Parser::new(rows, columns, 0), child }
+        Self { input, output, screen: vt100::Parser::new(rows, columns, 0), settings, child }
     }
 
     /// Returns the process id of `lockreg`. `setsid` either executes `lockreg` in its own process,
@@ -73,10 +77,10 @@ impl Top {
         self.input.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until the screen is as expected, and returns its text. `failure` describes a screen
-    /// that is not.
+    /// Waits until `is_expected` returns true for the text of the screen, and returns this text.
+    /// `expected` describes the awaited screen.
     #[track_caller]
-    fn wait_until(&mut self, failure: &str, is_expected: impl Fn(&str) -> bool) -> String {
+    fn wait_for_screen(&mut self, expected: &str, is_expected: impl Fn(&str) -> bool) -> String {
         let started = Instant::now();
         loop {
             let text = self.screen.screen().contents();
@@ -85,25 +89,30 @@ impl Top {
             }
             match self.output.recv_timeout(TEST_TIMEOUT.saturating_sub(started.elapsed())) {
                 Ok(more) => self.screen.process(&more),
-                Err(error) => panic!("{failure} ({error}), only:\n{text}"),
+                Err(error) => panic!("waited for {expected} ({error}), but the screen is:\n{text}"),
             }
         }
     }
 
     #[track_caller]
     fn wait_for(&mut self, text: &str) -> String {
-        self.wait_until(&format!("no {text:?} on the screen"), |screen| screen.contains(text))
+        self.wait_for_screen(&format!("{text:?}"), |screen| screen.contains(text))
     }
 
-    /// Waits for the end. Asserts that the terminal is as before, and that the exit status is zero.
+    /// Waits for the end. Asserts that the screen, the cursor and the settings of the terminal are
+    /// as before, and that the exit status is zero.
     #[track_caller]
     fn assert_ends_well(&mut self) {
         let status = self.child.wait().unwrap();
         while let Ok(rest) = self.output.recv_timeout(TEST_TIMEOUT) {
             self.screen.process(&rest);
         }
-        assert!(!self.screen.screen().alternate_screen(), "the shell's screen is back");
-        assert!(!self.screen.screen().hide_cursor(), "the cursor is back");
+        assert!(!self.screen.screen().alternate_screen(), "the alternate screen is still active");
+        assert!(!self.screen.screen().hide_cursor(), "the cursor is still hidden");
+        // The settings of the slave, also after its last file descriptor was closed.
+        let settings = tcgetattr(&self.input).unwrap();
+        assert_eq!(settings.local_flags, self.settings.local_flags);
+        assert_eq!(settings.input_flags, self.settings.input_flags);
         assert_eq!(status.code(), Some(0));
     }
 }
@@ -131,9 +140,9 @@ fn holders_and_waiters_are_shown_and_disappear() {
     top.press("\r");
     top.wait_for("worker 8 waits, exclusive, for ");
     top.press("\x1b");
-    top.wait_until("the details stay", |screen| !screen.contains("worker 8 waits"));
+    top.wait_for_screen("closed details", |screen| !screen.contains("worker 8 waits"));
     assert_eq!(holder.finish(), 0);
-    top.wait_until("the waiter does not acquire the lock", |screen| {
+    top.wait_for_screen("the waiter as the holder", |screen| {
         screen.contains("worker 8") && screen.contains("0 waiting")
     });
     waiter.next_line();
@@ -229,7 +238,7 @@ fn a_selected_lock_is_released_by_force_after_a_confirmation() {
     top.press("b");
     top.wait_for("b/2 is held by b/2.");
     top.press("n");
-    top.wait_until("the question stays", |screen| !screen.contains("is held by"));
+    top.wait_for_screen("a closed question", |screen| !screen.contains("is held by"));
     top.press("b");
     top.wait_for("y: release it by force");
     top.press("y");
@@ -266,8 +275,8 @@ fn a_signal_ends_top_even_if_its_terminal_is_not_read() {
     // The thread that reads the terminal ends, because nothing receives its next bytes.
     top.output = channel().1;
     wait_until("a blocked terminal", || {
-        // Each `r` reverses the order, which changes all rows. The typed keys alone must not fill
-        // the input queue of the terminal.
+        // Each `r` redraws all rows, so few keys fill the output queue. If the input queue became
+        // full first, `press` would block.
         top.press("rr");
         std::fs::read_to_string(format!("/proc/{pid}/wchan"))
             .is_ok_and(|place| place == "n_tty_write" || place == "wait_woken")
@@ -279,10 +288,12 @@ fn a_signal_ends_top_even_if_its_terminal_is_not_read() {
 #[test]
 fn without_a_terminal_it_is_refused() {
     let store = TestStore::new();
-    for arguments in [["top", "--local"], ["--json", "top"]] {
+    for (arguments, problem) in
+        [(["top", "--local"], "needs a terminal"), (["--json", "top"], "has no JSON output")]
+    {
         let done = store.run(arguments);
         assert_eq!(done.status, 64, "{done:?}");
-        assert!(done.stderr.contains("needs a terminal"), "{done:?}");
+        assert!(done.stderr.contains(problem), "{done:?}");
     }
     let done = store.run(["top", "--interval", "1ms"]);
     assert_eq!(done.status, 64);

@@ -1,6 +1,6 @@
-//! The watchdog is a process that ends the command if `lockreg` was killed, or is stopped while the
-//! lease ends. It ends the command before the key is free, waits while `lockreg` renews the lock,
-//! and ends together with the command.
+//! The watchdog is a process of its own. If `lockreg` was killed, it ends the command before the
+//! lease ends. If `lockreg` is stopped when the lease ends, it sends SIGTERM then, and SIGKILL
+//! after the grace time. Each renewal moves its deadline. It ends together with the command.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ fn the_watchdog_ends_with_the_command_and_ignores_background_processes() {
 }
 
 #[test]
-fn a_stopped_or_killed_watchdog_does_not_delay_the_end() {
+fn lockreg_ends_although_its_watchdog_is_stopped_or_killed() {
     let store = TestStore::new();
     for sent in [Signal::SIGSTOP, Signal::SIGKILL] {
         let process = store.start(["run", "key", "--", "sh", "-c", "echo up; read -r _"]);
@@ -65,7 +65,10 @@ fn a_stopped_or_killed_watchdog_does_not_delay_the_end() {
 #[test]
 fn the_watchdog_ignores_termination_signals() {
     let store = TestStore::new();
-    let mut process = store.start(["run", "key", "--", "sh", "-c", "echo $$; exec sleep 1000"]);
+    // The kernel sends SIGTERM to the command when `lockreg` is killed. Only the watchdog sends
+    // SIGKILL.
+    let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
+    let mut process = store.start(["run", "--grace", "100ms", "key", "--", "sh", "-c", script]);
     let pid = process.next_line();
     let watchdog = watchdog_of(&process);
     for sent in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {

@@ -155,7 +155,7 @@ pub async fn an_unpolled_close_does_not_block_another_close(context: &TestContex
 /// locks. The abandoned locks end with their leases.
 pub async fn close_ends_in_bounded_time_if_the_store_does_not_answer(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     drop(registry.obtain("orders:1").lock().await.expect("a free lock is acquired"));
     registry.idle().await;
     let held_guard = registry.obtain("orders:2").lock().await.expect("a free lock is acquired");
@@ -176,12 +176,12 @@ pub async fn close_ends_in_bounded_time_if_the_store_does_not_answer(context: &T
 /// Closing one registry does not affect another process, whose lock stays held and renewed.
 pub async fn closing_one_registry_does_not_affect_another(context: &TestContext) {
     let (local, remote) =
-        (context.registry().await, context.registry_with_lease(context.renewed_lease()).await);
+        (context.registry().await, context.registry_with_lease(context.renewable_lease()).await);
     let local_guard = local.obtain("orders:1").lock().await.expect("a free lock is acquired");
     let remote_guard = remote.obtain("orders:2").lock().await.expect("a free lock is acquired");
     _ = local.close(Duration::ZERO).await;
     assert!(!local_guard.is_held());
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(remote_guard.is_held(), "the other process lost its lock");
     remote_guard.unlock().await.expect("a held lock is unlocked");
     context.assert_becomes_free(&remote, "orders:1").await;

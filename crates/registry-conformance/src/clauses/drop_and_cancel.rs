@@ -78,7 +78,7 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_the_key_free(context: &
 /// locked, and held locks are renewed. For example, while `select!` runs the body of one branch, it
 /// does not poll the futures of the others.
 pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let held = registry.obtain("orders:1").lock().await.expect("a free lock is acquired");
     for n in 2..5 {
         let lock = registry.obtain(&format!("orders:n{n}"));
@@ -89,7 +89,7 @@ pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext)
             registry.obtain(&format!("other:{n}")).try_lock().await.expect("the store answers");
         other.expect("it is not held").unlock().await.expect("a held lock is unlocked");
         if n == 2 {
-            sleep(context.renewed_lease() * 2).await;
+            sleep(context.renewable_lease() * 2).await;
             assert!(held.is_held(), "nothing is renewed while a future is not polled");
         }
         drop(first);
@@ -196,12 +196,12 @@ pub async fn an_unpolled_unlock_frees_the_lock(context: &TestContext) {
 /// Dropping the lock handle or the registry does not release a held lock, which is still renewed.
 pub async fn a_dropped_handle_or_registry_releases_no_lock(context: &TestContext) {
     let (local, remote) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is acquired");
     drop(lock);
     drop(local);
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(guard.is_held(), "a guard that outlives its registry is not renewed");
     assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
@@ -275,7 +275,7 @@ pub async fn a_grant_with_a_lost_reply_is_released(context: &TestContext) {
 pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(context: &TestContext) {
     let late = Fault::RepeatLate(Duration::from_millis(100));
     let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, late)).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     guard.unlock().await.expect("a held lock is unlocked");
     faulty.wait_for_late_repetitions().await;

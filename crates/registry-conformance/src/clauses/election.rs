@@ -76,7 +76,7 @@ pub async fn a_step_down_releases_only_after_the_work_has_ended(context: &TestCo
 
 /// Work that does not end after a step-down is dropped at the end of the lease of the role.
 pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let election = registry.election("role");
     let candidate = election.clone();
     let running = tokio::spawn(async move {
@@ -84,7 +84,7 @@ pub async fn work_that_does_not_end_is_dropped_after_a_step_down(context: &TestC
     });
     wait_until_leads(context, &election).await;
     assert!(election.step_down());
-    let limit = context.renewed_lease() + context.max_wait();
+    let limit = context.renewable_lease() + context.max_wait();
     let ended = timeout(limit, running).await.expect("the work is dropped").expect("no panic");
     assert_eq!(ended.expect("the term ends"), None);
 }
@@ -146,7 +146,7 @@ pub async fn observers_see_the_leader_and_the_vacancy(context: &TestContext) {
 /// After the lock of a leader was broken, observers see the vacancy: the leader's record stays in
 /// the value block, but no claim holds the role.
 pub async fn observers_see_the_vacancy_after_a_forced_release(context: &TestContext) {
-    let local = context.registry_with_lease(context.renewed_lease()).await;
+    let local = context.registry_with_lease(context.renewable_lease()).await;
     let remote = context.registry().await;
     let election = local.election("role");
     let candidate = election.clone();
@@ -165,7 +165,7 @@ pub async fn observers_see_the_vacancy_after_a_forced_release(context: &TestCont
 /// A leader whose lock was broken is notified, its work is dropped, and it leads again. With
 /// fencing, its next term has a larger token.
 pub async fn a_lost_term_drops_the_work_and_begins_a_new_campaign(context: &TestContext) {
-    let local = context.registry_with_lease(context.renewed_lease()).await;
+    let local = context.registry_with_lease(context.renewable_lease()).await;
     let remote = context.registry().await;
     let election = local.election("role");
     let candidate = election.clone();
@@ -247,7 +247,7 @@ pub async fn a_failed_release_does_not_keep_the_role(context: &TestContext) {
 pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestContext) {
     let mut elections = Vec::new();
     for _ in 0..4 {
-        let election = context.registry().await.election("role").lease(context.renewed_lease());
+        let election = context.registry().await.election("role").lease(context.renewable_lease());
         elections.push(election);
     }
     let observer = context.registry().await.obtain("role/candidates");
@@ -265,7 +265,7 @@ pub async fn a_candidate_with_a_higher_priority_is_preferred(context: &TestConte
         last = token;
         // A candidate defers to others for at most a lease. This sleep lets the deadlines of this
         // vacancy pass. They must not apply to the next one.
-        tokio::time::sleep(context.renewed_lease()).await;
+        tokio::time::sleep(context.renewable_lease()).await;
     }
     running[1].abort();
 }
@@ -277,7 +277,7 @@ pub async fn a_candidate_leads_if_the_preferred_one_does_not_campaign(context: &
     let options = registry_core::LockOptions::new().label("9");
     let announced = remote.obtain("role/candidates").acquire(ClaimMode::Shared, options).await;
     let announced = announced.expect("a free lock is acquired");
-    let election = local.election("role").priority(1).lease(context.renewed_lease());
+    let election = local.election("role").priority(1).lease(context.renewable_lease());
     let running = spawn_candidate(&election);
     wait_until_leads(context, &election).await;
     assert!(announced.is_held());

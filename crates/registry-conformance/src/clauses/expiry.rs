@@ -96,7 +96,7 @@ pub async fn retry_after_is_at_most_the_lease_plus_one_second(context: &TestCont
 /// `valid_for` of a new guard is shorter than its lease.
 pub async fn a_guard_is_valid_for_less_than_its_lease(context: &TestContext) {
     let registry = context.registry().await;
-    for lease in [context.renewed_lease(), context.long_lease()] {
+    for lease in [context.renewable_lease(), context.long_lease()] {
         let options = LockOptions::new().lease(lease);
         let guard =
             registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
@@ -111,7 +111,7 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(context: &TestContext) {
 pub async fn a_slow_reply_shortens_the_validity_of_the_guard(context: &TestContext) {
     // The delay exceeds the margin for clock rates. A validity that ignores the delay therefore
     // fails the assertion.
-    let (lease, delay) = (context.renewed_lease() * 10, context.renewed_lease() / 3);
+    let (lease, delay) = (context.renewable_lease() * 10, context.renewable_lease() / 3);
     let delayed_reply = Fault::DelayReply(delay);
     let faulty = context.faulty(Faults::none().at_call(Operation::Acquire, 1, delayed_reply)).await;
     let registry = context.registry_over(&faulty, lease);
@@ -158,11 +158,11 @@ pub async fn an_expired_guard_is_not_held_once_another_process_has_the_lock(cont
 /// The lock of a killed operating-system process becomes free after its lease. A waiter in the test
 /// process then acquires it.
 pub async fn the_lock_of_a_killed_process_becomes_free_after_its_lease(context: &TestContext) {
-    let mut remote = context.remote(context.renewed_lease()).await;
+    let mut remote = context.remote(context.renewable_lease()).await;
     assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
     remote.kill().await;
     let local = context.registry().await;
-    let wait = context.renewed_lease() * 2 + context.max_wait();
+    let wait = context.renewable_lease() * 2 + context.max_wait();
     let guard = local.obtain("orders:42").try_lock_for(wait).await.expect("the store answers");
     guard
         .expect("the lease of the dead holder is over")
@@ -176,11 +176,11 @@ pub async fn the_lock_of_a_killed_process_becomes_free_after_its_lease(context: 
 pub async fn a_stopped_process_detects_its_loss_and_does_not_affect_its_successor(
     context: &TestContext,
 ) {
-    let mut remote = context.remote(context.renewed_lease()).await;
+    let mut remote = context.remote(context.renewable_lease()).await;
     assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
     remote.pause().await;
     let local = context.registry().await;
-    let wait = context.renewed_lease() * 2 + context.max_wait();
+    let wait = context.renewable_lease() * 2 + context.max_wait();
     let guard = local.obtain("orders:42").try_lock_for(wait).await.expect("the store answers");
     let guard = guard.expect("the lease of the stopped process is over");
     remote.resume().await;

@@ -61,13 +61,13 @@ pub async fn a_claim_that_does_not_queue_does_not_overtake(context: &TestContext
 pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
-    let dead = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    let dead = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewable_lease());
     assert_busy(&*second, &dead).await;
     let next = queueing_claim(context, ClaimMode::Exclusive);
     assert_busy(&*second, &next).await;
     assert_freed(&*first, &holder).await;
     assert_busy(&*second, &next).await;
-    sleep(context.renewed_lease()).await;
+    sleep(context.renewable_lease()).await;
     context.wait_until_granted(&*second, &next).await;
     assert_freed(&*second, &next).await;
     assert_eq!(release(&*second, &dead).await, Release::NotHeld);
@@ -78,15 +78,16 @@ pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) 
 pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let holder = context.acquire_in(&*first, ClaimMode::Exclusive).await;
-    let waiter = queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    let waiter =
+        queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewable_lease());
     assert_busy(&*second, &waiter).await;
     let behind = queueing_claim(context, ClaimMode::Exclusive);
     assert_busy(&*first, &behind).await;
     for _ in 0..9 {
-        sleep(context.renewed_lease() / 4).await;
+        sleep(context.renewable_lease() / 4).await;
         assert_busy(&*second, &waiter).await;
     }
-    sleep(context.renewed_lease() / 4).await;
+    sleep(context.renewable_lease() / 4).await;
     assert_freed(&*first, &holder).await;
     assert_busy(&*first, &behind).await;
     assert_granted(&*second, &waiter).await;
@@ -339,11 +340,11 @@ pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestC
     let (dead, waiting) = (context.client().await, context.registry().await);
     let holder = context.acquire_in(&*dead, ClaimMode::Exclusive).await;
     let dead_waiter =
-        queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+        queueing_claim(context, ClaimMode::Exclusive).with_lease(context.renewable_lease());
     assert_busy(&*dead, &dead_waiter).await;
     let caller = spawn_fair_lock(&waiting);
     assert_freed(&*dead, &holder).await;
-    let limit = context.renewed_lease() + context.max_wait();
+    let limit = context.renewable_lease() + context.max_wait();
     let guard = timeout(limit, caller).await.expect("the place of the dead waiter lapses");
     unlock(guard.expect("no panic")).await;
 }

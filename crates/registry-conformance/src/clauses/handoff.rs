@@ -19,8 +19,7 @@ use crate::faulty::{Faults, FaultyBackend, Operation};
 pub async fn a_hand_over_sends_no_request_to_the_store(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
-    let guards = count_callers_served(&registry, 10).await;
-    assert_eq!(guards, 10);
+    tokens_of_callers(&registry, 10).await;
     assert_eq!(faulty.calls(Operation::Acquire), 1, "one claim serves ten callers");
     assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
 }
@@ -33,8 +32,7 @@ pub async fn without_hand_over_each_caller_has_its_own_claim(context: &TestConte
         .handoff(0)
         .build()
         .expect("the registry is built");
-    let guards = count_callers_served(&registry, 10).await;
-    assert_eq!(guards, 10);
+    tokens_of_callers(&registry, 10).await;
     assert_eq!(faulty.calls(Operation::Release), 10, "each caller has a claim of its own");
 }
 
@@ -47,8 +45,7 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestCont
         .handoff(4)
         .build()
         .expect("the registry is built");
-    let guards = count_callers_served(&registry, 15).await;
-    assert_eq!(guards, 15);
+    tokens_of_callers(&registry, 15).await;
     assert_eq!(faulty.calls(Operation::Release), 3, "each claim serves five callers");
 }
 
@@ -103,7 +100,7 @@ pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
 /// A lock that was handed over is renewed, stays held beyond its lease, and can be unlocked.
 pub async fn a_handed_over_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is acquired");
     let mut second = Box::pin(lock.lock());
@@ -111,7 +108,7 @@ pub async fn a_handed_over_lock_is_renewed_beyond_its_lease(context: &TestContex
     let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
     unlocked.expect("a held lock is unlocked");
     let second = second.expect("the waiter acquires the lock");
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(second.is_held(), "a handed-over lock is not renewed");
     assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     second.unlock().await.expect("a held lock is unlocked");
@@ -124,13 +121,13 @@ pub async fn a_claim_is_handed_over_only_for_equal_options(context: &TestContext
     let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is acquired");
-    let options = LockOptions::new().lease(context.renewed_lease()).label("nightly report");
+    let options = LockOptions::new().lease(context.renewable_lease()).label("nightly report");
     let mut second = Box::pin(lock.lock_with(options));
     assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
     let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
     unlocked.expect("a held lock is unlocked");
     let second: LockGuard = second.expect("the waiter acquires the lock");
-    assert_eq!(second.claim().lease(), context.renewed_lease());
+    assert_eq!(second.claim().lease(), context.renewable_lease());
     assert_eq!(second.claim().label(), Some("nightly report"));
     second.unlock().await.expect("a held lock is unlocked");
 }
@@ -160,13 +157,7 @@ pub async fn a_claim_with_a_fenced_write_is_not_handed_over(context: &TestContex
 }
 
 /// Makes `callers` calls for one lock: the first acquires it, and the others queue. Returns the
-/// number of calls that acquired it.
-async fn count_callers_served(registry: &Registry, callers: usize) -> usize {
-    tokens_of_callers(registry, callers).await.len()
-}
-
-/// Makes `callers` calls as [`count_callers_served`] does. Returns the tokens of their guards, in
-/// the order in which they acquired the lock.
+/// tokens of their guards, in the order in which they acquired the lock.
 async fn tokens_of_callers(
     registry: &Registry,
     callers: usize,

@@ -56,12 +56,12 @@ pub async fn labels_are_returned_unchanged(context: &TestContext) {
 pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext) {
     let client = context.client().await;
     let claim =
-        Claim::new(key("orders:42"), context.renewed_lease()).with_label(Some("host:1".into()));
+        Claim::new(key("orders:42"), context.renewable_lease()).with_label(Some("host:1".into()));
     let grant = assert_granted(&*client, &claim).await;
     assert_renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
     if let Some(left) = holder.lease_left {
-        assert!(left > context.renewed_lease(), "{holder:?}");
+        assert!(left > context.renewable_lease(), "{holder:?}");
     }
     if context.capabilities().fencing {
         assert_eq!(holder.token, Some(grant.token));
@@ -250,7 +250,7 @@ pub async fn holders_and_list_return_the_current_holder(context: &TestContext) {
 /// the second time. The holder's guard is lost with `LostReason::Gone`, and the key is free.
 pub async fn a_forced_release_frees_the_lock_and_ends_the_guard(context: &TestContext) {
     let (holding, operator) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     assert!(
         operator.force_release("orders:42").await.expect("force_release answers"),

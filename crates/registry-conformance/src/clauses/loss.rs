@@ -15,7 +15,7 @@ use crate::faulty::{Fault, Faults, Operation};
 /// If the store no longer has a claim, `lost` returns `LostReason::Gone`, after the next renewal at
 /// the latest.
 pub async fn a_holder_is_notified_when_its_claim_is_gone(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     let reason = timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported");
@@ -26,7 +26,7 @@ pub async fn a_holder_is_notified_when_its_claim_is_gone(context: &TestContext) 
 /// After a loss, every call of `lost` returns at once, `is_held` is false, and no validity is left.
 /// `extend`, `reenter` and `unlock` return `LockError::Lost`.
 pub async fn a_lost_lock_stays_lost(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     guard.lost().await;
@@ -35,7 +35,10 @@ pub async fn a_lost_lock_stays_lost(context: &TestContext) {
         assert!(!guard.is_held());
         assert_eq!(guard.valid_for(), Duration::ZERO);
         assert!(guard.valid_until() <= std::time::Instant::now() + Duration::from_secs(24 * 3_600));
-        assert!(matches!(guard.extend(context.renewed_lease()).await, Err(LockError::Lost { .. })));
+        assert!(matches!(
+            guard.extend(context.renewable_lease()).await,
+            Err(LockError::Lost { .. })
+        ));
         assert!(matches!(guard.reenter(), Err(LockError::Lost { .. })));
     }
     match guard.unlock().await {
@@ -46,7 +49,7 @@ pub async fn a_lost_lock_stays_lost(context: &TestContext) {
 
 /// Unlocking or dropping a guard is not reported as a loss to a pending `lost` future.
 pub async fn a_released_lock_is_not_reported_as_lost(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let lock = registry.obtain("orders:42");
     let (first, second) =
         (lock.lock().await.expect("a free lock is acquired"), registry.obtain("orders:43"));
@@ -55,16 +58,16 @@ pub async fn a_released_lock_is_not_reported_as_lost(context: &TestContext) {
     assert!(poll!(unlocked.as_mut()).is_pending() && poll!(dropped.as_mut()).is_pending());
     first.unlock().await.expect("a held lock is unlocked");
     drop(second);
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(poll!(unlocked).is_pending(), "an unlocked lock is reported as lost");
     assert!(poll!(dropped).is_pending(), "a dropped lock is reported as lost");
 }
 
 /// `lost` stays pending while the lock is renewed, for twice the lease.
 pub async fn a_held_lock_is_not_reported_as_lost(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
-    let early = timeout(context.renewed_lease() * 2, guard.lost()).await;
+    let early = timeout(context.renewable_lease() * 2, guard.lost()).await;
     assert!(early.is_err(), "reported as lost: {early:?}");
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -152,10 +155,10 @@ async fn assert_force_released(operator: &Registry, name: &str) {
 /// the holder's own clock. Another process can then acquire it.
 pub async fn an_outage_longer_than_the_lease_is_a_loss(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     faulty.apply(Faults::outage());
-    context.assert_lost(&guard, context.renewed_lease(), LostReason::Expired).await;
+    context.assert_lost(&guard, context.renewable_lease(), LostReason::Expired).await;
     let other = context.registry().await;
     context.assert_becomes_free(&other, "orders:42").await;
 }
@@ -163,11 +166,11 @@ pub async fn an_outage_longer_than_the_lease_is_a_loss(context: &TestContext) {
 /// If the store never answers renewals, the lock is lost with `LostReason::Expired`.
 pub async fn an_unanswered_renewal_is_a_loss(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let hang = Fault::DelayRequest(Duration::from_secs(3_600));
     faulty.apply(Faults::none().always(Operation::Renew, hang).always(Operation::Release, hang));
-    context.assert_lost(&guard, context.renewed_lease(), LostReason::Expired).await;
+    context.assert_lost(&guard, context.renewable_lease(), LostReason::Expired).await;
     // Dropping the guard does not wait for the store.
     drop(guard);
     faulty.clear_faults();
@@ -209,7 +212,7 @@ pub async fn a_lost_lock_does_not_block_other_callers_of_its_process(context: &T
 
 /// When the lock is lost, `protect` drops the work and returns `LockError::Lost`.
 pub async fn protect_stops_the_work_when_the_lock_is_lost(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let work = guard.protect(async {
         context.break_claim(guard.claim()).await;
@@ -236,7 +239,7 @@ pub async fn protect_returns_the_output_of_completed_work(context: &TestContext)
 
 /// If the lock is already lost, `protect` returns `LockError::Lost` without polling the work.
 pub async fn protect_does_not_start_work_under_a_lost_lock(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.break_claim(guard.claim()).await;
     guard.lost().await;
@@ -247,7 +250,7 @@ pub async fn protect_does_not_start_work_under_a_lost_lock(context: &TestContext
 /// When the lock is lost, `execute_locked` drops the work and returns `LockError::Lost`. The key
 /// can then be acquired again.
 pub async fn execute_locked_stops_the_work_when_the_lock_is_lost(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let work = registry.execute_locked("orders:42", async |guard| {
         context.break_claim(guard.claim()).await;
         std::future::pending::<()>().await;

@@ -166,7 +166,7 @@ pub async fn a_run_that_lost_its_lock_does_not_record_the_tick(context: &TestCon
 
 /// If the reply to the write of a job's record (its last completed tick) is lost, the write is
 /// repeated. The tick does not run again, and the call continues with the next missed tick.
-pub async fn a_record_with_a_lost_reply_is_repeated(context: &TestContext) {
+pub async fn a_record_write_with_a_lost_reply_is_repeated(context: &TestContext) {
     let faults = Faults::none().at_call(Operation::SetValue, 1, Fault::LoseReply);
     let faulty = context.faulty(faults).await;
     let (local, remote) =
@@ -228,7 +228,8 @@ pub async fn a_run_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
-/// A named tick is done only while it is the last one.
+/// A named tick returns `AlreadyDone` only while it is the last completed tick. After another tick,
+/// it runs again.
 pub async fn a_named_tick_is_not_repeated_while_it_is_the_last_one(context: &TestContext) {
     let registry = context.registry().await;
     for (name, runs) in [("v1.9", true), ("v1.9", false), ("v1.10", true), ("v1.9", true)] {

@@ -48,7 +48,7 @@ pub async fn hold_limits_out_of_range_are_refused_before_any_request(context: &T
         .await;
     assert_refused(context, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
     let crossed =
-        LockOptions::new().min_hold(context.long_lease()).max_hold(context.renewed_lease());
+        LockOptions::new().min_hold(context.long_lease()).max_hold(context.renewable_lease());
     assert_refused(context, crossed, "min_hold").await;
 }
 
@@ -65,10 +65,10 @@ async fn assert_refused(context: &TestContext, options: LockOptions, option: &st
 /// The lease in the lock's options replaces the lease of the registry.
 pub async fn a_lock_may_have_its_own_lease(context: &TestContext) {
     let registry = context.registry().await;
-    let options = LockOptions::new().lease(context.renewed_lease());
+    let options = LockOptions::new().lease(context.renewable_lease());
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
-    assert_eq!(guard.claim().lease(), context.renewed_lease());
+    assert!(guard.valid_for() <= context.renewable_lease(), "{guard:?}");
+    assert_eq!(guard.claim().lease(), context.renewable_lease());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
@@ -98,15 +98,15 @@ pub async fn a_lock_may_have_its_own_label(context: &TestContext) {
 /// and its renewals. The key is then free, even while the guard exists.
 pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
-    let options = LockOptions::new().max_hold(context.renewed_lease());
+    let options = LockOptions::new().max_hold(context.renewable_lease());
     let started = Instant::now();
     let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     // The renewal asks for more time than `max_hold` leaves.
     context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
-    assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
+    assert!(guard.valid_for() <= context.renewable_lease(), "{guard:?}");
     assert_eq!(guard.lost().await, LostReason::MaxHold);
     assert!(
-        started.elapsed() + Duration::from_secs(1) >= context.renewed_lease(),
+        started.elapsed() + Duration::from_secs(1) >= context.renewable_lease(),
         "lost after {:?}",
         started.elapsed()
     );
@@ -139,8 +139,8 @@ pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
             .await;
         assert_stays_locked(
             context,
-            context.renewed_lease(),
-            context.renewed_lease() + context.short_lease(),
+            context.renewable_lease(),
+            context.renewable_lease() + context.short_lease(),
             is_unlocked,
         )
         .await;

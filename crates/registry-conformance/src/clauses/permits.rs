@@ -150,7 +150,8 @@ pub async fn each_permit_expires_by_itself(context: &TestContext) {
 /// A renewal extends the lease of its own permit and of no other.
 pub async fn a_renewal_extends_only_its_own_permit(context: &TestContext) {
     let client = context.client().await;
-    let permits = [(); 2].map(|()| context.claim(permit(1, 2)).with_lease(context.renewed_lease()));
+    let permits =
+        [(); 2].map(|()| context.claim(permit(1, 2)).with_lease(context.renewable_lease()));
     assert_granted(&*client, &permits[0]).await;
     assert_granted(&*client, &permits[1]).await;
     assert_renewed(&*client, &permits[1].clone().with_lease(context.long_lease())).await;
@@ -503,7 +504,7 @@ pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestConte
 
 /// The loss of one permit is reported to its guard and to no other. Its units can be taken again.
 pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let semaphore = semaphore(&registry, 3);
     let mut guards = Vec::new();
     for _ in 0..3 {
@@ -511,9 +512,9 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
     let lost = guards.remove(1);
     context.break_claim(lost.claim()).await;
-    context.assert_lost(&lost, context.renewed_lease(), LostReason::Gone).await;
+    context.assert_lost(&lost, context.renewable_lease(), LostReason::Gone).await;
     for guard in &guards {
-        let answer = context.renew_with_retries(guard, context.renewed_lease()).await;
+        let answer = context.renew_with_retries(guard, context.renewable_lease()).await;
         answer.expect("the other permits are held");
     }
     let next = semaphore.try_acquire_for(context.max_wait()).await.expect("the store answers");
@@ -563,13 +564,13 @@ pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestCon
 /// Permits are renewed beyond their leases.
 pub async fn permits_are_renewed_beyond_their_leases(context: &TestContext) {
     let (local, remote) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let ours = semaphore(&local, 3);
     let guards = [
         ours.acquire().await.expect("a unit is free"),
         ours.acquire_many(2).await.expect("two units are free"),
     ];
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(semaphore(&remote, 3).try_acquire().await.expect("busy is no error").is_none());
     for guard in guards {
         assert!(guard.is_held());

@@ -133,7 +133,7 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
     unlock(next.expect("the min_hold is over")).await;
 
     // An inner `max_hold` neither shortens nor extends the hold.
-    let max_hold = context.renewed_lease();
+    let max_hold = context.renewable_lease();
     let outer = enter(with_owner().max_hold(max_hold)).await;
     let longer = enter(with_owner().max_hold(max_hold * 20)).await;
     let shorter = enter(with_owner().max_hold(context.short_lease())).await;
@@ -235,7 +235,7 @@ pub async fn two_waiting_calls_of_one_owner_acquire_together(context: &TestConte
 /// A loss is reported to all guards of a lock with the same reason. Their `reenter` and `unlock`
 /// return `LockError::Lost`.
 pub async fn a_loss_is_reported_to_all_guards_of_a_lock(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let outer = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let inner = outer.reenter().expect("a held lock is re-entered");
     context.break_claim(outer.claim()).await;

@@ -159,7 +159,7 @@ pub async fn a_lost_release_reply_is_not_reported_as_a_lost_lock(context: &TestC
 pub async fn an_unlock_that_never_reaches_the_store_is_an_error(context: &TestContext) {
     let faulty =
         context.faulty(Faults::none().always(Operation::Release, Fault::LoseRequest)).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let answer = guard.unlock().await;
     assert!(answer.is_err(), "it is unknown whether the lock is free");
@@ -202,7 +202,7 @@ pub async fn execute_locked_with_returns_none_when_the_lock_is_busy(context: &Te
 /// `execute_locked` returns both the output of the work and the error of a failed unlock.
 pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(context: &TestContext) {
     let faulty = context.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let done =
         registry.execute_locked("orders:42", async |_| 42).await.expect("a free lock is acquired");
     assert_eq!(done.output, 42);

@@ -14,10 +14,10 @@ use crate::faulty::{Fault, Faults, Operation};
 /// A renewal with a longer lease extends the grant beyond its first lease.
 pub async fn a_renewal_extends_a_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.acquire_with_lease(&*client, context.renewed_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.renewable_lease()).await;
     let left = assert_renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
-    assert!(left > context.renewed_lease(), "{left:?} of {:?}", context.long_lease());
-    sleep(context.renewed_lease() * 3 / 2).await;
+    assert!(left > context.renewable_lease(), "{left:?} of {:?}", context.long_lease());
+    sleep(context.renewable_lease() * 3 / 2).await;
     assert_busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     assert_freed(&*client, &claim).await;
 }
@@ -142,15 +142,16 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(context: &TestContex
 /// A released claim in a batch does not prevent the renewal of the others.
 pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context: &TestContext) {
     let client = context.client().await;
-    let mut batch: Vec<_> =
-        (0..3).map(|n| Claim::new(key(&format!("orders:n{n}")), context.renewed_lease())).collect();
+    let mut batch: Vec<_> = (0..3)
+        .map(|n| Claim::new(key(&format!("orders:n{n}")), context.renewable_lease()))
+        .collect();
     for claim in &batch {
         assert_granted(&*client, claim).await;
     }
     assert_freed(&*client, &batch[1]).await;
     batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(context.long_lease()));
     renew_all(&*client, &batch).await;
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     for n in [0, 2] {
         assert_busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
         assert_freed(&*client, &batch[n]).await;
@@ -161,8 +162,8 @@ pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context
 /// Each claim of a batch is renewed for its own lease.
 pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
     let client = context.client().await;
-    let long = Claim::new(key("long"), context.renewed_lease());
-    let short = Claim::new(key("short"), context.renewed_lease());
+    let long = Claim::new(key("long"), context.renewable_lease());
+    let short = Claim::new(key("short"), context.renewable_lease());
     assert_granted(&*client, &long).await;
     assert_granted(&*client, &short).await;
     let batch = [long.clone().with_lease(context.long_lease()), short.clone()];
@@ -180,7 +181,7 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
 /// ms.
 pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = context.acquire_with_lease(&*client, context.renewed_lease()).await;
+    let claim = context.acquire_with_lease(&*client, context.renewable_lease()).await;
     let before = Instant::now();
     let Renewal::Renewed(returned_lease) = renew(&*client, &claim).await else {
         panic!("{:?} is gone before its lease is over", claim.key());
@@ -223,12 +224,12 @@ pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
 /// A lock stays held beyond its lease while its guard exists, because the lease renewer renews it.
 /// The token does not change.
 pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let other = context.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let token = guard.fencing_token();
     for _ in 0..4 {
-        sleep(context.renewed_lease() * 3 / 4).await;
+        sleep(context.renewable_lease() * 3 / 4).await;
         assert!(guard.is_held(), "the lock was lost without a fault");
         assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     }
@@ -238,16 +239,16 @@ pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
 
 /// `extend` with a longer lease extends the validity of the guard.
 pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
     assert!(
-        guard.valid_for() > context.renewed_lease(),
+        guard.valid_for() > context.renewable_lease(),
         "{:?} after a renewal for {:?}",
         guard.valid_for(),
         context.long_lease()
     );
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     assert!(guard.is_held());
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -271,7 +272,7 @@ pub async fn a_manual_renewal_never_shortens_the_lease(context: &TestContext) {
 /// A lock stays held through an outage that is shorter than its lease.
 pub async fn renewal_survives_an_outage_shorter_than_the_lease(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     faulty.apply(Faults::outage());
     context
@@ -280,7 +281,7 @@ pub async fn renewal_survives_an_outage_shorter_than_the_lease(context: &TestCon
         })
         .await;
     faulty.clear_faults();
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(guard.is_held(), "the outage was shorter than the lease");
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -294,9 +295,9 @@ pub async fn a_lost_renewal_reply_does_not_end_the_lock(context: &TestContext) {
         Fault::LoseRequest,
     );
     let faulty = context.faulty(faults).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
-    let limit = context.renewed_lease() * 6 + context.max_wait();
+    let limit = context.renewable_lease() * 6 + context.max_wait();
     context
         .within(limit, "the lease renewer continues", async || faulty.calls(Operation::Renew) >= 5)
         .await;
@@ -307,7 +308,7 @@ pub async fn a_lost_renewal_reply_does_not_end_the_lock(context: &TestContext) {
 /// No renewal reaches the store after `unlock` has returned.
 pub async fn nothing_is_renewed_after_unlock(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     context
         .eventually("the lease renewer sends a renewal", async || {
@@ -316,7 +317,7 @@ pub async fn nothing_is_renewed_after_unlock(context: &TestContext) {
         .await;
     guard.unlock().await.expect("a held lock is unlocked");
     let renewals = faulty.calls(Operation::Renew);
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert_eq!(faulty.calls(Operation::Renew), renewals, "renewals continue without a holder");
 }
 
@@ -324,12 +325,12 @@ pub async fn nothing_is_renewed_after_unlock(context: &TestContext) {
 /// lock then ends with its lease.
 pub async fn nothing_is_renewed_after_a_refused_release(context: &TestContext) {
     let faulty = context.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
-    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let registry = context.registry_over(&faulty, context.renewable_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     drop(guard);
-    sleep(context.renewed_lease() / 2).await;
+    sleep(context.renewable_lease() / 2).await;
     let renewals = faulty.calls(Operation::Renew);
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert_eq!(faulty.calls(Operation::Renew), renewals, "renewals continue without a holder");
     let other = context.registry().await;
     let guard = other
@@ -362,7 +363,7 @@ pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) 
 
 /// The loss of one lock does not stop the renewal of other locks of the registry.
 pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let mut guards = Vec::new();
     for n in 0..3 {
         guards.push(
@@ -371,7 +372,7 @@ pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(context: &TestCon
     }
     context.break_claim(guards[1].claim()).await;
     guards[1].lost().await;
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     for guard in guards {
         let broken = guard.key() == "orders:n1";
         assert_eq!(guard.is_held(), !broken, "{guard:?}");

@@ -138,10 +138,10 @@ pub async fn a_waiting_writer_blocks_new_readers(context: &TestContext) {
 pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
-    enqueue_writer(context, &*second, context.renewed_lease()).await;
+    enqueue_writer(context, &*second, context.renewable_lease()).await;
     let next = context.claim(ClaimMode::Shared);
     assert_busy(&*second, &next).await;
-    sleep(context.renewed_lease()).await;
+    sleep(context.renewable_lease()).await;
     context.wait_until_granted(&*second, &next).await;
     assert_renewed(&*first, &reader).await;
     assert_freed(&*second, &next).await;
@@ -153,9 +153,9 @@ pub async fn the_place_of_a_waiting_writer_lapses_with_its_lease(context: &TestC
 pub async fn a_waiting_writer_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let reader = context.acquire_in(&*first, ClaimMode::Shared).await;
-    let writer = enqueue_writer(context, &*second, context.renewed_lease()).await;
+    let writer = enqueue_writer(context, &*second, context.renewable_lease()).await;
     for _ in 0..9 {
-        sleep(context.renewed_lease() / 4).await;
+        sleep(context.renewable_lease() / 4).await;
         assert_busy(&*first, &context.claim(ClaimMode::Shared)).await;
         assert!(assert_busy(&*second, &writer).await.is_queued, "the writer lost its place");
     }
@@ -239,7 +239,7 @@ pub async fn a_writer_is_granted_after_the_readers_expire(context: &TestContext)
 pub async fn a_renewal_extends_only_its_own_reader(context: &TestContext) {
     let client = context.client().await;
     let readers =
-        [(); 2].map(|()| context.claim(ClaimMode::Shared).with_lease(context.renewed_lease()));
+        [(); 2].map(|()| context.claim(ClaimMode::Shared).with_lease(context.renewable_lease()));
     assert_granted(&*client, &readers[0]).await;
     assert_granted(&*client, &readers[1]).await;
     assert_renewed(&*client, &readers[0].clone().with_lease(context.long_lease())).await;
@@ -707,11 +707,11 @@ pub async fn tokens_of_readers_differ_and_the_next_writer_has_a_larger_one(conte
 /// The loss of a shared grant is reported to all guards that share it. Their `unlock` returns
 /// `LockError::Lost`, and new readers of the process acquire the lock.
 pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guards = acquire_shared_guards(context, &registry).await;
     context.break_claim(guards[0].claim()).await;
     for guard in &guards {
-        context.assert_lost(guard, context.renewed_lease(), LostReason::Gone).await;
+        context.assert_lost(guard, context.renewable_lease(), LostReason::Gone).await;
         assert!(!guard.is_held());
     }
     let next = registry.obtain("orders:42").try_read_for(context.max_wait()).await;
@@ -725,7 +725,7 @@ pub async fn a_lost_shared_grant_is_reported_to_all_its_readers(context: &TestCo
 
 /// The loss of one process's reader does not affect the readers of another process.
 pub async fn a_lost_reader_does_not_affect_readers_of_other_processes(context: &TestContext) {
-    let lease = context.renewed_lease();
+    let lease = context.renewable_lease();
     let (first, second) =
         (context.registry_with_lease(lease).await, context.registry_with_lease(lease).await);
     let lost = first.obtain("orders:42").read().await.expect("a free lock is acquired");
@@ -742,7 +742,7 @@ pub async fn a_lost_reader_does_not_affect_readers_of_other_processes(context: &
 
 /// A forced release is reported to the readers of all processes, and the key is free.
 pub async fn a_forced_release_is_reported_to_all_readers(context: &TestContext) {
-    let lease = context.renewed_lease();
+    let lease = context.renewable_lease();
     let (first, second) =
         (context.registry_with_lease(lease).await, context.registry_with_lease(lease).await);
     let mut guards = Vec::new();
@@ -786,13 +786,13 @@ pub async fn a_forced_release_is_reported_to_all_grants_of_a_process_at_once(
 /// A shared lock is renewed while any of its guards is held, beyond two leases.
 pub async fn a_shared_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let lock = local.obtain("orders:42");
     let first = lock.read().await.expect("a free lock is acquired");
     let second = lock.read().await.expect("readers share the lock");
-    sleep(context.renewed_lease()).await;
+    sleep(context.renewable_lease()).await;
     unlock(first).await;
-    sleep(context.renewed_lease() * 2).await;
+    sleep(context.renewable_lease() * 2).await;
     assert!(second.is_held());
     assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     unlock(second).await;

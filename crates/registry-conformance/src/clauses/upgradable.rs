@@ -362,10 +362,10 @@ pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
     let reader = context.acquire_in(&*second, ClaimMode::Shared).await;
     let (claim, grant) = acquire_upgradable_claim(context, &*first, context.long_lease()).await;
     let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
-    assert_busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
+    assert_busy(&*first, &upgrade.with_lease(context.renewable_lease())).await;
     let next = context.claim(ClaimMode::Shared);
     assert_busy(&*second, &next).await;
-    sleep(context.renewed_lease()).await;
+    sleep(context.renewable_lease()).await;
     context.wait_until_granted(&*second, &next).await;
     assert_renewed(&*first, &claim).await;
     assert_busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
@@ -407,20 +407,20 @@ pub async fn a_conversion_extends_the_lease_and_never_shortens_it(context: &Test
     let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared];
     let claims = modes.map(|mode| {
         let name = key(&format!("orders:{mode}"));
-        Claim::new(name, context.renewed_lease()).with_mode(ClaimMode::Upgradable)
+        Claim::new(name, context.renewable_lease()).with_mode(ClaimMode::Upgradable)
     });
     let mut grants = Vec::new();
     for (claim, to) in claims.iter().zip(modes) {
         let grant = assert_granted(&*client, claim).await;
         let longer = conversion(claim, grant, to).with_lease(context.long_lease());
         let converted = assert_granted(&*client, &longer).await;
-        assert!(converted.lease > context.renewed_lease(), "{converted:?}");
+        assert!(converted.lease > context.renewable_lease(), "{converted:?}");
         grants.push(converted);
         let shorter = conversion(claim, converted, to).with_lease(context.short_lease());
         let again = assert_granted(&*client, &shorter).await;
-        assert!(again.lease > context.renewed_lease(), "{again:?}");
+        assert!(again.lease > context.renewable_lease(), "{again:?}");
     }
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     for claim in &claims {
         assert_busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
         assert_renewed(&*client, claim).await;
@@ -592,7 +592,7 @@ pub async fn a_dropped_upgrade_frees_the_key(context: &TestContext) {
 /// acquire the lock.
 pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
     let (local, reading) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let third = context.registry().await;
     let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
     let guard = acquire_upgradable(&local).await;
@@ -613,7 +613,7 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
 /// A `lost` future that was obtained before a conversion stays pending during the conversion. It
 /// reports a loss that occurs after the conversion.
 pub async fn a_lost_future_from_before_a_conversion_reports_a_later_loss(context: &TestContext) {
-    let registry = context.registry_with_lease(context.renewed_lease()).await;
+    let registry = context.registry_with_lease(context.renewable_lease()).await;
     let guard = acquire_upgradable(&registry).await;
     let (mut first_lost, unpolled) = (pin!(guard.lost()), guard.lost());
     assert!(poll!(first_lost.as_mut()).is_pending());
@@ -621,11 +621,11 @@ pub async fn a_lost_future_from_before_a_conversion_reports_a_later_loss(context
     let mut second_lost = pin!(guard.lost());
     assert!(poll!(second_lost.as_mut()).is_pending());
     let guard = guard.downgrade().await.expect("the lock is downgraded");
-    sleep(context.renewed_lease() / 2).await;
+    sleep(context.renewable_lease() / 2).await;
     assert!(poll!(first_lost.as_mut()).is_pending(), "a conversion is reported as a loss");
     assert!(poll!(second_lost.as_mut()).is_pending(), "a conversion is reported as a loss");
     context.break_claim(guard.claim()).await;
-    let limit = context.renewed_lease() + context.max_wait();
+    let limit = context.renewable_lease() + context.max_wait();
     for lost in [first_lost, second_lost] {
         let reason = timeout(limit, lost).await.expect("the loss is reported");
         assert_eq!(reason, LostReason::Gone);
@@ -640,14 +640,14 @@ pub async fn a_lost_future_from_before_a_conversion_reports_a_later_loss(context
 /// A converted lock is renewed beyond its lease, in each mode.
 pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext) {
     let (local, remote) =
-        (context.registry_with_lease(context.renewed_lease()).await, context.registry().await);
+        (context.registry_with_lease(context.renewable_lease()).await, context.registry().await);
     let mut guard = acquire_upgradable(&local).await;
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     guard = guard.upgrade().await.expect("the lock is held");
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     assert!(remote.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
     guard = guard.downgrade().await.expect("the lock is held");
-    sleep(context.renewed_lease() * 3 / 2).await;
+    sleep(context.renewable_lease() * 3 / 2).await;
     assert!(guard.is_held());
     assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     unlock(guard).await;

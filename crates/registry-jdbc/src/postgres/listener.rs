@@ -48,8 +48,8 @@ pub(super) struct NotificationChannel {
 impl NotificationChannel {
     /// Returns the channel of the namespace with this hash.
     pub(super) fn new(namespace_hash: [u8; 8]) -> Self {
-        // The name contains the whole hash. The keys of the presence locks differ only in the low
-        // bits.
+        // The name contains all 64 bits of the hash. The keys of the presence locks are the hash
+        // with its low 4 bits replaced by 0 to 15.
         let first_presence_lock = i64::from_be_bytes(namespace_hash) & !(PRESENCE_LOCKS - 1);
         Self { name: format!("lock_registry_{}", hex(&namespace_hash)), first_presence_lock }
     }
@@ -91,6 +91,9 @@ struct ListenerShared {
 
 #[derive(Default)]
 struct ListenerState {
+    /// The number of the task that may change this state. An aborted task may still run its last
+    /// poll, and a task ends without notice when its runtime shuts down.
+    task: u64,
     /// The sequence number of the last event: a notification, or the start of a connection.
     last_sequence: u64,
     /// All releases after this sequence number are in `releases`. `None` while the listener is not
@@ -122,7 +125,8 @@ impl PgReleaseListener {
         let waiter = waiters.register(lock, ());
         waiters.ensure_task(|| {
             let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
-            tokio::spawn(run_listener(shared, server, self.channel.clone()))
+            let task = self.shared.begin_task();
+            tokio::spawn(run_listener(shared, task, server, self.channel.clone()))
         });
         if !self.shared.state().ends_wait_at_once(&lock, position) {
             waiter.woken().await;
@@ -162,10 +166,10 @@ impl PgReleaseListener {
     /// Closes the connection, and wakes all callers. The listener reconnects when a caller waits
     /// again.
     pub(super) fn close(&self) {
-        self.shared.mark_disconnected();
+        // The task that is aborted then has an earlier number, so it cannot change the state any
+        // more. After the abort, a new task might already have begun.
+        self.shared.begin_task();
         self.shared.waiters.close();
-        // The task may have connected between the two preceding calls.
-        self.shared.mark_disconnected();
     }
 }
 
@@ -184,9 +188,12 @@ impl fmt::Debug for PgReleaseListener {
 }
 
 impl WakeCheck for ListenerShared {
-    /// Returns whether the listener receives every release since the attempt: it has been connected
-    /// since then, and has received its own probe.
+    /// Returns whether the listener receives every release since the attempt: its task runs, it has
+    /// been connected since then, and it has received its own probe.
     fn confirms_wake_ups(&self, _claim: &Claim, busy: &Busy) -> bool {
+        if !self.waiters.has_task() {
+            return false;
+        }
         let state = self.state();
         state.is_verified
             && state
@@ -200,11 +207,23 @@ impl ListenerShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the listener misses no notification from now on. It may have missed earlier
+    /// Discards what an earlier task has recorded about its connection. Returns the number of the
+    /// task that starts now.
+    fn begin_task(&self) -> u64 {
+        let mut state = self.state();
+        state.task += 1;
+        state.set_disconnected();
+        state.task
+    }
+
+    /// Records that the task misses no notification from now on. It may have missed earlier
     /// notifications.
-    fn mark_connected(&self) {
+    fn mark_connected(&self, task: u64) {
         {
             let mut state = self.state();
+            if state.task != task {
+                return;
+            }
             state.last_sequence += 1;
             state.complete_since = Some(state.last_sequence);
             state.releases.clear();
@@ -212,10 +231,17 @@ impl ListenerShared {
         self.waiters.wake_all();
     }
 
-    fn mark_disconnected(&self) {
+    fn mark_disconnected(&self, task: u64) {
         let mut state = self.state();
-        state.complete_since = None;
-        state.is_verified = false;
+        if state.task == task {
+            state.set_disconnected();
+        }
+    }
+
+    /// Records that the connection of the task has received its own probe.
+    fn mark_verified(&self, task: u64) {
+        let mut state = self.state();
+        state.is_verified |= state.task == task;
     }
 
     fn on_release(&self, lock: LockId) {
@@ -236,6 +262,11 @@ impl ListenerShared {
 }
 
 impl ListenerState {
+    fn set_disconnected(&mut self) {
+        self.complete_since = None;
+        self.is_verified = false;
+    }
+
     fn ends_wait_at_once(&self, lock: &LockId, position: u64) -> bool {
         let Some(complete_since) = self.complete_since else { return false };
         let is_after = |(number, _): &&(u64, LockId)| *number > position;
@@ -248,6 +279,7 @@ impl ListenerState {
 /// found no waiting caller, or when an attempt to connect fails while no caller waits.
 async fn run_listener(
     shared: Arc<ListenerShared>,
+    task: u64,
     server: PgConnectOptions,
     channel: NotificationChannel,
 ) {
@@ -256,9 +288,9 @@ async fn run_listener(
         let connected = timeout(RESPONSE_TIMEOUT, connect(&server, &channel)).await;
         if let Ok(Ok(listener)) = connected {
             pause = RETRY_MIN;
-            shared.mark_connected();
-            let is_idle = receive(&shared, listener, &channel).await;
-            shared.mark_disconnected();
+            shared.mark_connected(task);
+            let is_idle = receive(&shared, task, listener, &channel).await;
+            shared.mark_disconnected(task);
             if is_idle && shared.waiters.try_stop() {
                 return;
             }
@@ -290,6 +322,7 @@ async fn connect(
 /// [`IDLE_CHECKS_MAX`] consecutive checks have found no waiting caller.
 async fn receive(
     shared: &ListenerShared,
+    task: u64,
     mut listener: PgListener,
     channel: &NotificationChannel,
 ) -> bool {
@@ -309,7 +342,7 @@ async fn receive(
                     if let Some(lock) = parse_id(message.payload()) {
                         shared.on_release(lock);
                     } else if message.payload() == probe {
-                        shared.state().is_verified = true;
+                        shared.mark_verified(task);
                     }
                 }
                 Ok(None) | Err(_) => return false,
@@ -377,7 +410,7 @@ mod tests {
     #[test]
     fn a_release_between_the_query_and_the_wait_is_not_missed() {
         let shared = ListenerShared::default();
-        shared.mark_connected();
+        shared.mark_connected(shared.begin_task());
         let position = shared.state().last_sequence;
         assert!(!shared.state().ends_wait_at_once(&A, position));
         shared.on_release(B);
@@ -393,17 +426,50 @@ mod tests {
         let shared = ListenerShared::default();
         let position = shared.state().last_sequence;
         assert!(!shared.state().ends_wait_at_once(&A, position), "no listener is connected yet");
-        shared.mark_connected();
+        let task = shared.begin_task();
+        shared.mark_connected(task);
         assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
-        shared.mark_disconnected();
-        shared.mark_connected();
+        shared.mark_disconnected(task);
+        shared.mark_connected(task);
         assert!(shared.state().ends_wait_at_once(&A, position));
         let position = shared.state().last_sequence;
         (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
         assert!(shared.state().ends_wait_at_once(&A, position), "more releases than are stored");
         let position = shared.state().last_sequence;
         assert!(!shared.state().ends_wait_at_once(&A, position));
+    }
+
+    #[test]
+    fn wake_ups_are_confirmed_only_by_the_verified_connection_of_the_running_task() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let shared = ListenerShared::default();
+        let claim = Claim::new(registry_core::Key::new("key").unwrap(), Duration::from_secs(30));
+        let confirms = || {
+            let busy = Busy::new().with_seen_version(shared.state().last_sequence);
+            shared.confirms_wake_ups(&claim, &busy)
+        };
+        let task = shared.begin_task();
+        shared.waiters.ensure_task(|| runtime.spawn(std::future::pending()));
+        shared.mark_connected(task);
+        assert!(!confirms(), "the probe has not arrived");
+        shared.mark_verified(task);
+        assert!(confirms());
+        // The task ends with its runtime, and cannot record the end of its connection.
+        drop(runtime);
+        assert!(!confirms());
+
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let next_task = shared.begin_task();
+        shared.waiters.ensure_task(|| runtime.spawn(std::future::pending()));
+        // The last poll of the earlier task.
+        shared.mark_connected(task);
+        shared.mark_verified(task);
+        assert!(!confirms());
+        shared.mark_connected(next_task);
+        shared.mark_disconnected(task);
+        shared.mark_verified(next_task);
+        assert!(confirms());
     }
 
     #[test]

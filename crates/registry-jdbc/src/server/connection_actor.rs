@@ -220,8 +220,8 @@ impl<S: ActorState> InlineCommand<S> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<S::Output>> {
         let actor = Arc::clone(&self.actor);
         // The mutex stays locked during the poll, so the actor's task and runtime cannot end before
-        // the poll returns. The poll calls no caller's waker, so no foreign code runs under the
-        // mutex.
+        // the poll returns. The poll calls no caller's waker, so no woken task runs under the
+        // mutex. It may clone and drop wakers.
         let mut inner = actor.lock();
         let (mut future, mut caller) = match mem::replace(&mut inner.slot, StateSlot::Closed) {
             StateSlot::InCaller { command_id, future, caller } if command_id == self.command_id => {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{BackendError, BackendErrorKind};
+use registry_core::{BackendError, BackendErrorKind, Claim, Key, LockBackend as _};
 use registry_redis::{Fsync, RedisBackend, RedisConfig};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisServer, SentinelOptions, SentinelSetup};
@@ -184,4 +184,28 @@ async fn a_duplicate_server_is_refused_whatever_address_responds_first() {
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
     let expected = format!("{} and {} are the same server", slow.addr(), one.addr());
     assert!(error_text(&error).contains(&expected), "{error:?}");
+}
+
+/// With two votes, this server alone would be a majority of the three addresses.
+#[tokio::test]
+async fn an_address_of_a_known_server_has_no_vote_when_it_becomes_reachable_later() {
+    let (one, other) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let late = FaultProxy::start(one.addr()).unwrap();
+    late.set_mode(ProxyMode::Refuse).await.unwrap();
+    let to_other = FaultProxy::start(other.addr()).unwrap();
+    let masters = [late.addr(), one.addr(), to_other.addr()];
+    let quorum = RedisConfig::quorum(masters.map(|addr| (addr.ip().to_string(), addr.port())));
+    let backend = RedisBackend::open(quorum).await.unwrap();
+
+    to_other.set_mode(ProxyMode::BlackHole).await.unwrap();
+    late.set_mode(ProxyMode::Pass).await.unwrap();
+    let claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30));
+    let expected = format!("{} and {} are the same server", late.addr(), one.addr());
+    eventually(Duration::from_secs(60), async || {
+        let error = backend.try_acquire(&claim).await.expect_err("one of two servers responds");
+        error_text(&error).contains(&expected).then_some(())
+    })
+    .await;
+    backend.close().await;
 }

@@ -1,5 +1,5 @@
-//! Carries the bytes of one connection, with one pump for each direction. Each decision depends on
-//! the mode at that time.
+//! Carries the bytes of one connection, with one pump for each direction. Each pump reads the mode
+//! again before it handles received bytes, so a mode change also applies to open connections.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -112,11 +112,11 @@ struct Pump<'a> {
     to: WriteHalf<'a>,
     shared: &'a ProxyState,
     state: &'a ConnectionState,
-    /// Queued bytes, and when they arrive.
+    /// Queued bytes, each with the time at which it is delivered.
     queue: VecDeque<(Instant, Vec<u8>)>,
     queued_bytes: usize,
-    /// The arrival time of the last queued byte. Bytes never overtake each other.
-    last_arrival: Instant,
+    /// The delivery time of the last queued byte. Bytes never overtake each other.
+    last_deliver_at: Instant,
     /// Reply bytes were discarded, so no later byte may be delivered.
     has_gap: bool,
     /// The stream to the receiver has been ended.
@@ -139,14 +139,14 @@ impl<'a> Pump<'a> {
             state,
             queue: VecDeque::new(),
             queued_bytes: 0,
-            last_arrival: Instant::now(),
+            last_deliver_at: Instant::now(),
             has_gap: false,
             ended: false,
             bytes_left: 0,
         }
     }
 
-    /// Carries bytes until the sender has ended its stream and all bytes have arrived.
+    /// Carries bytes until the sender has ended its stream and all bytes have been delivered.
     async fn run(mut self, mut from: ReadHalf<'_>) -> Result<(), Cut> {
         let mut modes = self.shared.mode.subscribe();
         let mut buffer = vec![0; BUFFER_BYTES];
@@ -159,10 +159,14 @@ impl<'a> Pump<'a> {
                 return self.finish(mode, &mut modes).await;
             }
             let has_capacity = self.queued_bytes < QUEUE_BYTES_MAX;
-            let arrival = self.queue.front().map(|(arrival, _)| *arrival).filter(|_| !held);
-            let arrived = async {
-                match arrival {
-                    Some(arrival) => sleep_until(arrival).await,
+            let deliver_at =
+                self.queue.front().map(|(deliver_at, _)| *deliver_at).filter(|_| !held);
+            let due = async {
+                match deliver_at {
+                    // The timer has a resolution of one millisecond. Bytes that are due do not wait
+                    // for it.
+                    Some(deliver_at) if deliver_at <= Instant::now() => {}
+                    Some(deliver_at) => sleep_until(deliver_at).await,
                     None => pending().await,
                 }
             };
@@ -173,7 +177,7 @@ impl<'a> Pump<'a> {
                     mode = *modes.borrow_and_update();
                     self.apply_mode(mode).await?;
                 }
-                () = arrived => self.deliver_first().await?,
+                () = due => self.deliver_first().await?,
                 read = from.read(&mut buffer), if !at_end && !held && has_capacity => {
                     // A reset by the server reaches the client as a reset.
                     let bytes = &buffer[..read.map_err(|_| Cut::Reset)?];
@@ -182,9 +186,8 @@ impl<'a> Pump<'a> {
                     } else {
                         // The mode may have changed since this iteration began, and the sender may
                         // have sent these bytes after that.
-                        let current_mode = *modes.borrow();
-                        if current_mode != mode {
-                            mode = current_mode;
+                        if modes.has_changed().map_err(|_| Cut::Close)? {
+                            mode = *modes.borrow_and_update();
                             self.apply_mode(mode).await?;
                         }
                         self.receive(mode, bytes).await?;
@@ -206,8 +209,8 @@ impl<'a> Pump<'a> {
     async fn apply_mode(&mut self, mode: ProxyMode) -> Result<(), Cut> {
         if !matches!(mode, ProxyMode::Delay(_) | ProxyMode::Throttle { .. }) {
             let now = Instant::now();
-            self.last_arrival = now;
-            self.queue.iter_mut().for_each(|(arrival, _)| *arrival = now);
+            self.last_deliver_at = now;
+            self.queue.iter_mut().for_each(|(deliver_at, _)| *deliver_at = now);
         }
         if self.direction == Direction::Replies {
             if self.has_gap && mode != ProxyMode::DropReplies {
@@ -263,7 +266,7 @@ impl<'a> Pump<'a> {
                 let piece_bytes = (rate * THROTTLE_PIECE_SECS).max(1.0) as usize;
                 for piece in bytes.chunks(piece_bytes) {
                     let transfer_time = Duration::from_secs_f64(piece.len() as f64 / rate);
-                    let begins = self.last_arrival.max(Instant::now());
+                    let begins = self.last_deliver_at.max(Instant::now());
                     self.enqueue(begins + transfer_time, piece);
                 }
             }
@@ -272,10 +275,10 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    fn enqueue(&mut self, arrival: Instant, bytes: &[u8]) {
-        self.last_arrival = self.last_arrival.max(arrival);
+    fn enqueue(&mut self, deliver_at: Instant, bytes: &[u8]) {
+        self.last_deliver_at = self.last_deliver_at.max(deliver_at);
         self.queued_bytes += bytes.len();
-        self.queue.push_back((self.last_arrival, bytes.to_vec()));
+        self.queue.push_back((self.last_deliver_at, bytes.to_vec()));
     }
 
     fn discard(&self, bytes: &[u8]) {

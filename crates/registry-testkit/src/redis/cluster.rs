@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
-use super::sentinel::other_than;
+use super::sentinel::require_new_master;
 use super::server::RedisServer;
 use crate::ports::Port;
 use crate::retry::{not_yet, retry};
@@ -23,14 +23,14 @@ const MASTERS: u16 = 3;
 /// The maximum number of keys moved by one `MIGRATE`.
 const KEYS_AT_ONCE: &str = "100";
 /// The timeout of `MIGRATE`, in milliseconds.
-const MOVE_LIMIT_MS: &str = "10000";
+const MIGRATE_TIMEOUT_MS: &str = "10000";
 /// The time limit for moving the keys of a slot.
-const MIGRATION_LIMIT: Duration = Duration::from_secs(60);
-/// The time after which `CLUSTER FAILOVER` is repeated. A replica abandons a manual failover after
-/// five seconds if its master responds too slowly.
-const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
+const SLOT_MIGRATION_LIMIT: Duration = Duration::from_secs(60);
+/// The interval after which `CLUSTER FAILOVER` is repeated. A replica abandons a manual failover
+/// after five seconds if its master responds too slowly.
+const FAILOVER_RETRY_INTERVAL: Duration = Duration::from_secs(6);
 /// The maximum number of requests for one failover.
-const FAILOVERS_MAX: u32 = 15;
+const FAILOVER_ATTEMPTS_MAX: u32 = 15;
 
 /// Three masters with one replica each. Dropping this handle kills all of them.
 ///
@@ -50,7 +50,7 @@ struct ClusterNode {
 
 /// A slot in migration to another master: see [`RedisCluster::begin_migration`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "an unfinished migration leaves the slot with two nodes"]
+#[must_use = "call `finish_migration`: until then, one node reports the slot as MIGRATING and the other as IMPORTING"]
 pub struct Migration {
     slot: u16,
     from: SocketAddr,
@@ -135,7 +135,8 @@ impl RedisCluster {
             let view = ClusterView::query(&node.server).await?;
             let known = |node: &ClusterNode| view.member(&node.id).is_some_and(NodeInfo::is_met);
             if !self.nodes.iter().all(known) {
-                return Err(not_yet(format!("one node sees {view:?}")));
+                let addr = node.server.addr();
+                return Err(not_yet(format!("{addr} has not met all nodes: {view:?}")));
             }
         }
         Ok(())
@@ -146,8 +147,8 @@ impl RedisCluster {
     /// discover the other nodes.
     #[must_use]
     pub fn url(&self) -> String {
-        let named = self.nodes.iter().take(MASTERS.into());
-        url("cluster", named.map(|node| &node.server))
+        let initial_masters = self.nodes.iter().take(MASTERS.into());
+        url("cluster", initial_masters.map(|node| &node.server))
     }
 
     /// Returns the addresses of all nodes.
@@ -223,15 +224,26 @@ impl RedisCluster {
     pub async fn failover(&self, slot: u16) -> io::Result<SocketAddr> {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
-        let replica = replicas.first().ok_or_else(|| not_yet("there is no replica"))?;
-        for _ in 0..FAILOVERS_MAX {
-            execute(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
+        let no_replica = || {
+            io::Error::other(format!(
+                "no node reports that it replicates the master of slot {slot}"
+            ))
+        };
+        let replica = *replicas.first().ok_or_else(no_replica)?;
+        for attempt in 0..FAILOVER_ATTEMPTS_MAX {
+            let requested = execute(self.node(replica), &["CLUSTER", "FAILOVER"]).await;
+            // A replica that has taken over after an earlier attempt refuses the request.
+            if attempt == 0 {
+                requested?;
+            }
             let new = self.wait_for_new_master_of(slot, old);
-            if let Ok(result) = timeout(FAILOVER_LIMIT, new).await {
+            if let Ok(result) = timeout(FAILOVER_RETRY_INTERVAL, new).await {
                 return result;
             }
         }
-        Err(not_yet("no replica takes over"))
+        Err(io::Error::other(format!(
+            "{replica} is not the confirmed master of slot {slot} after {FAILOVER_ATTEMPTS_MAX} intervals of {FAILOVER_RETRY_INTERVAL:?}"
+        )))
     }
 
     /// Kills the master of `slot` and returns its address.
@@ -286,13 +298,13 @@ impl RedisCluster {
         old: SocketAddr,
     ) -> io::Result<SocketAddr> {
         retry("all nodes know a new master", || async {
-            other_than(old, self.confirmed_master_of(slot).await?)
+            require_new_master(old, self.confirmed_master_of(slot).await?)
         })
         .await
     }
 
-    /// Waits until all responding nodes report a healthy cluster and agree on the slot owners, and
-    /// their replicas are synchronized.
+    /// Waits until all responding nodes report a healthy cluster, agree on the slot owners and know
+    /// all replicas, and all responding replicas are synchronized.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
         retry("the nodes agree", || self.check_consistency()).await
     }
@@ -328,7 +340,7 @@ impl RedisCluster {
     async fn migrate_keys(&self, migration: &Migration, keys: &[Vec<u8>]) -> io::Result<bool> {
         let (host, port) = (migration.to.ip().to_string(), migration.to.port().to_string());
         let mut words: Vec<&[u8]> =
-            ["MIGRATE", &*host, &*port, "", "0", MOVE_LIMIT_MS].map(str::as_bytes).to_vec();
+            ["MIGRATE", &*host, &*port, "", "0", MIGRATE_TIMEOUT_MS].map(str::as_bytes).to_vec();
         if let Some((user, password)) = self.node(migration.to).login() {
             words.extend([&b"AUTH2"[..], user.as_bytes(), password.as_bytes()]);
         }
@@ -364,7 +376,7 @@ impl RedisCluster {
                 self.migrate_keys(&migration, &keys).await?;
             }
         };
-        timeout(MIGRATION_LIMIT, move_keys).await??;
+        timeout(SLOT_MIGRATION_LIMIT, move_keys).await??;
         // The new owner first: in the reverse order, the slot would briefly have no owner.
         for addr in [to, from] {
             let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.node_at(to).id];
@@ -373,7 +385,7 @@ impl RedisCluster {
         retry("all nodes know the slot's new master", || async {
             match self.confirmed_master_of(slot).await? {
                 master if master == to => Ok(()),
-                _ => Err(not_yet("it is still the old master")),
+                master => Err(not_yet(format!("slot {slot} belongs to {master}, not to {to}"))),
             }
         })
         .await
@@ -384,8 +396,11 @@ impl RedisCluster {
         let master = self.master_of(slot).await?;
         for node in self.responsive_nodes() {
             let seen = healthy_view(node).await?.owner(slot).map(|owner| owner.id.clone());
-            if seen.as_ref() != Some(&self.node_at(master).id) {
-                return Err(not_yet(format!("{master} is the master, but one node sees {seen:?}")));
+            let (addr, id) = (node.server.addr(), &self.node_at(master).id);
+            if seen.as_ref() != Some(id) {
+                return Err(not_yet(format!(
+                    "slot {slot} belongs to {master} ({id}), but {addr} sees the owner {seen:?}"
+                )));
             }
         }
         Ok(master)
@@ -406,7 +421,8 @@ impl RedisCluster {
                 replicas += 1;
                 let link = node.server.info("replication", "master_link_status").await?;
                 if link.as_deref() != Some("up") {
-                    return Err(not_yet(format!("a replica's link is {link:?}")));
+                    let addr = node.server.addr();
+                    return Err(not_yet(format!("the replication link of {addr} is {link:?}")));
                 }
             } else {
                 online += node.server.replicas_online().await?;

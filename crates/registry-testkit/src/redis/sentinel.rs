@@ -283,7 +283,7 @@ impl SentinelSetup {
     /// reports that it is a master. Returns its address.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
         retry("all nodes know a new master", || async {
-            other_than(old, self.confirmed_master().await?)
+            require_new_master(old, self.confirmed_master().await?)
         })
         .await
     }
@@ -350,7 +350,7 @@ impl SentinelSetup {
 }
 
 /// Returns `master`, or an error if it is still `old`.
-pub(super) fn other_than(old: SocketAddr, master: SocketAddr) -> io::Result<SocketAddr> {
+pub(super) fn require_new_master(old: SocketAddr, master: SocketAddr) -> io::Result<SocketAddr> {
     if master == old { Err(not_yet("it is still the old master")) } else { Ok(master) }
 }
 

@@ -19,7 +19,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::fair_store::FairBackend;
-use super::faults::{LATE, delays, lasting_losses, passing_losses, random_faults};
+use super::faults::{
+    LATE, delays, persistent_message_faults, random_faults, transient_message_faults,
+};
 use super::remote_store::RemoteStore;
 
 /// The one key that all callers compete for.
@@ -41,7 +43,8 @@ pub(crate) struct Environment {
     late: Duration,
     lease: Duration,
     handoff: u32,
-    /// Added to every limit on real time, because the machine may be busy.
+    /// Added to the recovery limit. Zero on paused time. On real time, it allows for a busy
+    /// machine.
     slack: Duration,
 }
 
@@ -253,7 +256,7 @@ impl Environment {
                 let (setup, others, still_held, closes, uses_other_keys) = running.take().unwrap();
                 let run = format!("{self}, other waiter: {other_waiter}, {}", describe_end(&end));
                 let after_drop =
-                    AfterDrop { environment: self, setup, closes, uses_other_keys, run };
+                    CheckAfterRun { environment: self, setup, closes, uses_other_keys, run };
                 last_token.set(after_drop.check(end, others, still_held, last_token.get()).await);
             },
         )
@@ -277,7 +280,8 @@ fn describe_end(end: &SweepOutcome<Vec<LockGuard>>) -> String {
     }
 }
 
-struct AfterDrop<'a> {
+/// The checks after one run of a swept future.
+struct CheckAfterRun<'a> {
     environment: &'a Environment,
     setup: TestSetup,
     closes: bool,
@@ -285,9 +289,10 @@ struct AfterDrop<'a> {
     run: String,
 }
 
-impl AfterDrop<'_> {
-    /// Fails unless the state is as if the dropped future had never existed. Returns the newest
-    /// token.
+impl CheckAfterRun<'_> {
+    /// Panics unless all other callers complete, another client can acquire the key with a larger
+    /// token, and the local registry becomes idle, each within its time limit. Returns the token of
+    /// that client.
     async fn check(
         self,
         end: SweepOutcome<Vec<LockGuard>>,
@@ -345,7 +350,8 @@ impl AfterDrop<'_> {
                 .unwrap();
         }
 
-        // No state remains in the registry or in the store.
+        // No state remains in the registry. In an in-process store without late requests, no record
+        // remains either.
         let left = recovery_limit.saturating_sub(others_ended_at.elapsed())
             + environment.lease
             + environment.late;
@@ -386,7 +392,7 @@ impl AfterDrop<'_> {
 /// Sweeps the operation of `scenario` over in-process stores, on paused time. One environment runs
 /// at a time, because all share the clock.
 pub(crate) async fn sweep_paused(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
-    for environment in paused() {
+    for environment in in_process_environments() {
         for other_waiter in [false, true] {
             environment.sweep(other_waiter, &scenario).await;
         }
@@ -398,7 +404,7 @@ pub(crate) async fn sweep_paused(scenario: impl AsyncFn(&Environment, &TestSetup
 pub(crate) async fn sweep_sqlite(scenario: impl AsyncFn(&Environment, &TestSetup) -> Scenario) {
     let folders = [false, true].map(|other_waiter| (other_waiter, tempfile::tempdir().unwrap()));
     let environments = folders.iter().flat_map(|(other_waiter, folder)| {
-        sqlite(folder).into_iter().map(move |environment| (environment, *other_waiter))
+        sqlite_environments(folder).into_iter().map(move |environment| (environment, *other_waiter))
     });
     stream::iter(environments)
         .for_each_concurrent(None, async |(environment, other_waiter)| {
@@ -408,7 +414,7 @@ pub(crate) async fn sweep_sqlite(scenario: impl AsyncFn(&Environment, &TestSetup
 }
 
 /// In-process stores, without faults and behind all kinds of faults. For paused time.
-fn paused() -> Vec<Environment> {
+fn in_process_environments() -> Vec<Environment> {
     let mut environments = Vec::new();
     for handoff in [32, 0] {
         let mut add =
@@ -419,7 +425,7 @@ fn paused() -> Vec<Environment> {
         for (name, faults) in delays() {
             add(memory(name).faulty(faults));
         }
-        for (name, faults) in passing_losses() {
+        for (name, faults) in transient_message_faults() {
             add(memory(name).faulty(faults).recovery(Recovery::Soon));
         }
         let request_fault = Some(RequestFault::Latency(Duration::from_millis(10)));
@@ -429,11 +435,12 @@ fn paused() -> Vec<Environment> {
         let environment =
             memory("acquire fails and arrives later").recovery(Recovery::Soon).late(after);
         add(Environment { request_fault, ..environment });
-        for (name, faults, late) in lasting_losses() {
+        for (name, faults, late) in persistent_message_faults() {
             add(memory(name).faulty(faults).recovery(Recovery::WithLease).late(late));
         }
         for seed in 0..12 {
-            let environment = memory(&format!("chance {seed}")).faulty(random_faults(seed));
+            let environment =
+                memory(&format!("random faults, seed {seed}")).faulty(random_faults(seed));
             add(environment.recovery(Recovery::WithLease).late(LATE));
         }
     }
@@ -442,10 +449,10 @@ fn paused() -> Vec<Environment> {
     for (name, faults) in delays() {
         environments.push(fair(&format!("fair, {name}")).faulty(faults));
     }
-    for (name, faults) in passing_losses() {
+    for (name, faults) in transient_message_faults() {
         environments.push(fair(&format!("fair, {name}")).faulty(faults).recovery(Recovery::Soon));
     }
-    for (name, faults, late) in lasting_losses() {
+    for (name, faults, late) in persistent_message_faults() {
         let environment = fair(&format!("fair, {name}")).faulty(faults);
         environments.push(environment.recovery(Recovery::WithLease).late(late));
     }
@@ -453,7 +460,7 @@ fn paused() -> Vec<Environment> {
 }
 
 /// SQLite, without faults and behind some faults. For real time.
-fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
+fn sqlite_environments(folder: &tempfile::TempDir) -> Vec<Environment> {
     let file = |name: &str| {
         let path = folder.path().join(format!("{}.db", name.replace(' ', "-")));
         // 30 s is far more than any step takes here, and less than the lease.
@@ -463,7 +470,7 @@ fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
             ..Environment::new(format!("sqlite, {name}"), StoreUnderTest::Sqlite(path))
         }
     };
-    // In these environments a lease must expire, so the lease is short.
+    // In these environments, the key may stay locked until the lease ends, so the lease is short.
     let lossy = |name: &str, faults| {
         let environment = file(name).faulty(faults).recovery(Recovery::WithLease);
         Environment { lease: Duration::from_secs(3), ..environment }

@@ -34,7 +34,7 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
 }
 
 /// Returns faults by which single messages are lost, while the store stays reachable.
-pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
+pub(crate) fn transient_message_faults() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
     vec![
         ("acquire reply lost", none().at_call(Operation::Acquire, 1, Fault::LoseReply)),
@@ -62,7 +62,7 @@ pub(crate) const LATE: Duration = Duration::from_secs(12);
 
 /// Returns faults by which all messages of a kind are lost, or messages arrive after their caller
 /// has stopped waiting. The last value is the maximum delay of a request that still arrives.
-pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
+pub(crate) fn persistent_message_faults() -> Vec<(&'static str, Faults, Duration)> {
     let none = Faults::none;
     let zero = Duration::ZERO;
     vec![

@@ -8,7 +8,7 @@ use registry_testkit::redis::{
 use registry_testkit::tls::TlsFolder;
 
 use super::several::assert_locks;
-use super::{CANARY, refused};
+use super::{CANARY, connect_error_kind};
 
 /// Returns the options of a URL that trusts the certificate authority in `directory`.
 fn ca_query(directory: &TlsFolder) -> String {
@@ -22,9 +22,9 @@ async fn only_the_certificate_authority_in_the_file_is_trusted() {
     let url = server.url().replace("://", "://:canary@");
     assert_locks(&format!("{url}?{}", ca_query(&trusted)), GuaranteeClass::Volatile).await;
     for url in [format!("{url}?{}", ca_query(&untrusted)), url.clone()] {
-        refused(&url).await;
+        connect_error_kind(&url).await;
     }
-    refused(&url.replace("rediss:", "redis:")).await;
+    connect_error_kind(&url.replace("rediss:", "redis:")).await;
 }
 
 #[tokio::test]
@@ -32,7 +32,7 @@ async fn a_client_certificate_is_sent() {
     let directory = TlsFolder::new().unwrap();
     let server = RedisServer::start_tls(&directory, &["--tls-auth-clients", "yes"]).await.unwrap();
     let anonymous = format!("{}?{}", server.url(), ca_query(&directory));
-    refused(&anonymous).await;
+    connect_error_kind(&anonymous).await;
     let (cert, key) = (directory.client_cert_file(), directory.client_key_file());
     let named = format!("{anonymous}&cert={}&key={}", cert.display(), key.display());
     assert_locks(&named, GuaranteeClass::Volatile).await;

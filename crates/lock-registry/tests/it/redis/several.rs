@@ -11,7 +11,7 @@ use registry_testkit::redis::{
 
 #[cfg(feature = "config")]
 use super::CANARY;
-use super::{locks_and_unlocks, refused};
+use super::{assert_lock_and_unlock, connect_error_kind};
 
 /// Asserts that two registries of this URL exclude each other, list the held keys, and can force
 /// the release of a lock.
@@ -44,7 +44,7 @@ pub(crate) async fn assert_locks(url: &str, class: GuaranteeClass) {
     let (other, held) = listed(other).await;
     assert!(held.is_empty(), "{url}: {held:?}");
     assert!(!other.diagnose().await.unwrap().is_empty());
-    locks_and_unlocks(&other).await;
+    assert_lock_and_unlock(&other).await;
 }
 
 /// So long that a loaded machine does not end a lease or a request.
@@ -60,15 +60,19 @@ async fn sentinels_report_the_master_and_have_a_separate_login() {
     assert_locks(&format!("{url}/1?{login}&{LONG_TIMEOUTS}"), GuaranteeClass::BestEffort).await;
     // A grant counts when both replicas have it.
     let replicated = format!("{url}?{login}&{LONG_TIMEOUTS}&replicas=2&replica_timeout=50s");
-    locks_and_unlocks(&connect(&replicated).await.unwrap()).await;
+    assert_lock_and_unlock(&connect(&replicated).await.unwrap()).await;
 
     for wrong in
         ["", "?sentinel_password=canary", "?sentinel_user=watcher&sentinel_password=canary"]
     {
-        assert_eq!(refused(&format!("{url}{wrong}")).await, BackendErrorKind::Denied, "{wrong}");
+        assert_eq!(
+            connect_error_kind(&format!("{url}{wrong}")).await,
+            BackendErrorKind::Denied,
+            "{wrong}"
+        );
     }
     let unknown = url.replace("/mymaster", "/unheard-of");
-    refused(&format!("{unknown}?{login}")).await;
+    connect_error_kind(&format!("{unknown}?{login}")).await;
 
     #[cfg(feature = "config")]
     {
@@ -80,7 +84,7 @@ async fn sentinels_report_the_master_and_have_a_separate_login() {
         let config = config.unwrap();
         let shown = format!("{config:?} {:?}", config.settings().unwrap());
         assert!(!shown.contains(CANARY) && shown.contains("sentinel_password"), "{shown}");
-        locks_and_unlocks(&config.connect().await.unwrap()).await;
+        assert_lock_and_unlock(&config.connect().await.unwrap()).await;
     }
 }
 
@@ -93,7 +97,7 @@ async fn a_cluster_is_discovered_from_some_of_its_members() {
     let (first, _) = url.split_once(',').unwrap();
     assert_locks(&format!("{first}/0?{LONG_TIMEOUTS}&publish=plain"), GuaranteeClass::BestEffort)
         .await;
-    assert_eq!(refused(&cluster.url()).await, BackendErrorKind::Denied);
+    assert_eq!(connect_error_kind(&cluster.url()).await, BackendErrorKind::Denied);
 }
 
 #[tokio::test]
@@ -106,7 +110,10 @@ async fn a_quorum_needs_a_majority_of_its_masters() {
     assert_locks(&format!("{url}?lease=60s&connect_timeout=500ms"), GuaranteeClass::BestEffort)
         .await;
     quorum.servers_mut()[2].kill();
-    assert_eq!(refused(&format!("{url}?connect_timeout=500ms")).await, BackendErrorKind::Transient);
+    assert_eq!(
+        connect_error_kind(&format!("{url}?connect_timeout=500ms")).await,
+        BackendErrorKind::Transient
+    );
 }
 
 #[tokio::test]
@@ -133,12 +140,12 @@ async fn a_server_is_reachable_by_its_unix_socket() {
     let guard = by_socket.obtain("key").try_lock().await.unwrap().unwrap();
     assert!(by_port.obtain("key").try_lock().await.unwrap().is_none());
     let elsewhere = connect(&format!("redis+unix://:canary@{path}?db=1")).await.unwrap();
-    locks_and_unlocks(&elsewhere).await;
+    assert_lock_and_unlock(&elsewhere).await;
     guard.unlock().await.unwrap();
     for wrong in [format!("redis+unix://{path}"), format!("redis+unix://:canary2@{path}")] {
-        assert_eq!(refused(&wrong).await, BackendErrorKind::Denied);
+        assert_eq!(connect_error_kind(&wrong).await, BackendErrorKind::Denied);
     }
-    refused(&format!("redis+unix://:canary@{path}.absent")).await;
+    connect_error_kind(&format!("redis+unix://:canary@{path}.absent")).await;
 }
 
 #[tokio::test]

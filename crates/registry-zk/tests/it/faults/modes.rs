@@ -110,7 +110,7 @@ async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
         assert_eq!(nodes(&operator).await, NO_NODES);
     }
     println!("{errors} errors");
-    assert!(errors > 5, "the proxy cut {errors} replies");
+    assert!(errors > 5, "only {errors} attempts failed");
 }
 
 fn queued_claim(mode: ClaimMode) -> Claim {
@@ -141,8 +141,8 @@ async fn assert_later_token(
 }
 
 /// A writer, readers, a second writer, permits and an upgradable claim wait while the holder is
-/// downgraded and upgraded again. Only the first writer ever waits directly behind the upgraded
-/// node.
+/// downgraded and upgraded again. Of these claims, only the first writer directly follows the node
+/// of the holder. All others can detect the upgrade only by the last write of the lock's node.
 #[tokio::test]
 async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of_their_grants() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -171,14 +171,14 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
 
     let token = assert_later_token(&second, &first, &writer, upgraded).await;
     assert_eq!(second.release(&writer).await.unwrap(), Release::Freed);
-    let of_reader = assert_later_token(&second, &first, &reader, token).await;
-    let of_other = assert_later_token(&second, &first, &other_reader, token).await;
+    let reader_token = assert_later_token(&second, &first, &reader, token).await;
+    let other_reader_token = assert_later_token(&second, &first, &other_reader, token).await;
     // The write of the other reader does not change the token of the first reader.
-    assert_eq!(grant(&second, &reader).await.token, of_reader);
+    assert_eq!(grant(&second, &reader).await.token, reader_token);
     for claim in [&reader, &other_reader] {
         assert_eq!(second.release(claim).await.unwrap(), Release::Freed);
     }
-    let last = of_reader.max(of_other);
+    let last = reader_token.max(other_reader_token);
     let token = assert_later_token(&second, &first, &next_writer, last).await;
     assert_eq!(second.release(&next_writer).await.unwrap(), Release::Freed);
     let token = assert_later_token(&second, &first, &permits, token).await;
@@ -204,7 +204,7 @@ async fn claims_that_waited_during_an_upgrade_have_larger_tokens_in_the_order_of
 /// A claim takes a later token, and the proxy cuts the replies after 0, 20, 40 and more bytes. The
 /// claim is granted with the token that the store has recorded.
 #[tokio::test]
-async fn a_later_token_whose_reply_is_lost_is_one_token() {
+async fn a_claim_whose_token_write_has_no_reply_is_granted_with_the_recorded_token() {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let client = backend(&format!("zk://{}", proxy.addr()), LONG_SESSION * 3).await;
@@ -239,7 +239,7 @@ async fn a_later_token_whose_reply_is_lost_is_one_token() {
         assert_eq!(released, Release::Freed);
     }
     println!("{errors} errors");
-    assert!(errors > 5, "the proxy cut {errors} replies");
+    assert!(errors > 5, "only {errors} attempts failed");
 }
 
 async fn set_rights(operator: &Client, rights: Permission) {
@@ -344,7 +344,7 @@ async fn units_whose_reply_is_lost_are_taken_once() {
         assert_eq!(units().await, 0);
     }
     println!("{errors} errors");
-    assert!(errors > 5, "the proxy cut {errors} replies");
+    assert!(errors > 5, "only {errors} attempts failed");
 }
 
 /// The parent of the nodes of Curator's semaphore `k`.
@@ -355,8 +355,8 @@ async fn semaphore(server: &ZooKeeperServer) -> ZkBackend {
     ZkBackend::open(config.with_naming(Naming::CuratorSemaphore)).await.unwrap()
 }
 
-/// The labels of all units together would exceed `jute.maxbuffer`, and the paths of all units
-/// exceed what a session can watch.
+/// With a label in each unit's node, the request would exceed `jute.maxbuffer`. The paths of all
+/// units exceed what a session can watch.
 #[tokio::test]
 async fn a_semaphore_grants_a_thousand_units_with_a_long_label_in_one_session() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -480,10 +480,10 @@ async fn a_claim_with_replaced_data_excludes_readers_and_is_not_converted() {
     }
 }
 
-/// After this, the servers assign the same number to several nodes. The creating transactions
-/// determine the order of these nodes.
+/// Once the counter of the sequence numbers has reached 2^31 - 1, the servers assign the same
+/// number to several nodes. The transactions that created these nodes determine their order.
 #[tokio::test]
-async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
+async fn modes_exclude_each_other_when_the_sequence_numbers_are_exhausted() {
     let mut server = ZooKeeperServer::start().await.unwrap();
     let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
     operator(&server).await.mkdir(LOCK, &persistent).await.unwrap();
@@ -529,7 +529,8 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     assert_eq!(nodes(&operator(&server).await).await, NO_NODES);
 }
 
-/// An upgraded guard writes with the token of the upgrade, a downgraded one with the same token.
+/// After an upgrade and after a downgrade, the guard's fenced write succeeds. After the node of the
+/// claim is deleted, it returns `FenceError::Lost`.
 #[tokio::test]
 async fn a_converted_guard_writes_fenced_until_it_is_lost() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -595,13 +596,13 @@ impl Holders {
     async fn hold(&self, guard: &LockGuard) {
         let (mode, token) = (guard.mode(), guard.fencing_token().get());
         // A downgrade keeps the token.
-        let is_downgraded = mode == ClaimMode::Shared;
+        let may_be_downgraded = mode == ClaimMode::Shared;
         let last = match mode {
             ClaimMode::Exclusive => &self.last_token,
             _ => &self.last_exclusive_token,
         };
         let last = last.load(Ordering::SeqCst);
-        assert!(token > last || is_downgraded && token == last, "{mode}: {token} after {last}");
+        assert!(token > last || may_be_downgraded && token == last, "{mode}: {token} after {last}");
         self.last_token.fetch_max(token, Ordering::SeqCst);
         if mode == ClaimMode::Exclusive {
             self.last_exclusive_token.fetch_max(token, Ordering::SeqCst);
@@ -630,20 +631,21 @@ impl Holders {
 }
 
 /// Readers, writers, upgrades and permits of several clients exclude each other as their modes
-/// require, while their connections break. Tokens increase in the order of the grants.
+/// require, while their connections break. An exclusive token is larger than all earlier tokens,
+/// and every other token is larger than the last exclusive token.
 #[tokio::test]
 async fn modes_exclude_each_other_while_connections_break() {
     const CLIENTS: usize = 4;
     const ROUNDS: usize = 30;
     let server = ZooKeeperServer::start().await.unwrap();
     let holders = Arc::new(Holders::default());
-    let (mut proxies, mut sections) = (Vec::new(), JoinSet::new());
+    let (mut proxies, mut clients) = (Vec::new(), JoinSet::new());
     for client in 0..CLIENTS {
         let proxy = FaultProxy::start(server.addr()).unwrap();
         let registry = registry(&format!("zk://{}", proxy.addr()), MINUTE_SESSION).await;
         proxies.push(proxy);
         let holders = Arc::clone(&holders);
-        sections.spawn(async move {
+        clients.spawn(async move {
             let lock = registry.obtain("k");
             let options = || LockOptions::new().wait(LONG);
             for round in 0..ROUNDS {
@@ -676,8 +678,8 @@ async fn modes_exclude_each_other_while_connections_break() {
         }
     };
     let finished = async {
-        while let Some(section) = sections.join_next().await {
-            section.unwrap();
+        while let Some(client) = clients.join_next().await {
+            client.unwrap();
         }
     };
     tokio::select! {

@@ -17,7 +17,8 @@ const ROOT: &str = "/lock-registry";
 /// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";
 
-/// Deletes empty parents continuously, as the servers do periodically.
+/// Deletes empty parents continuously. ZooKeeper deletes empty container nodes in the same way, but
+/// only periodically.
 async fn delete_empty_parents(operator: Client) {
     loop {
         for key in operator.list_children(BASE).await.unwrap_or_default() {
@@ -39,7 +40,8 @@ async fn deleted_parents_are_created_again_and_tokens_still_grow() {
     let mut last = None;
     let mut parents = HashSet::new();
     for _ in 0..300 {
-        // Without other contenders, so that the parent is deleted after each release.
+        // Without other contenders, so that the parent is empty after each release and can be
+        // deleted.
         let guard = within(LONG, client.obtain("alone").lock()).await.unwrap();
         let parent = operator.check_stat(&format!("{BASE}/alone")).await.unwrap().unwrap();
         parents.insert(parent.czxid);
@@ -54,19 +56,20 @@ async fn deleted_parents_are_created_again_and_tokens_still_grow() {
     finish(workload, &server.url()).await.assert_no_losses();
 }
 
-/// The number in a node's name counts all children that its parent ever had, in 31 bits. Later
-/// numbers are not ordered, and the servers assign one number to several nodes.
+/// The number in the name of a sequential node is the count of all children that its parent ever
+/// had, as a signed 32-bit number. After 2^31 - 1, the numbers are no longer ordered, and the
+/// servers assign the same number to several nodes.
 #[tokio::test]
-async fn an_exhausted_sequence_counter_breaks_no_guarantee_and_keeps_the_order() {
+async fn with_an_exhausted_sequence_counter_all_guarantees_hold_and_tokens_still_grow() {
     let mut server = ZooKeeperServer::start().await.unwrap();
     let operator = operator(&server).await;
     let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
-    let keys: Vec<String> = (0..3).map(|key| format!("{BASE}/contested%2F{key}")).collect();
-    for path in &keys {
+    let key_paths: Vec<String> = (0..3).map(|key| format!("{BASE}/contested%2F{key}")).collect();
+    for path in &key_paths {
         operator.mkdir(path, &persistent).await.unwrap();
     }
     server.kill();
-    for path in &keys {
+    for path in &key_paths {
         server.set_child_counter(path, i32::MAX - 20).await.unwrap();
     }
     server.restart().await.unwrap();
@@ -74,21 +77,24 @@ async fn an_exhausted_sequence_counter_breaks_no_guarantee_and_keeps_the_order()
     for _ in 0..20 {
         workload.wait_for_progress().await;
     }
-    let names = super::support::operator(&server).await;
-    let names = names.list_children(&keys[0]).await.unwrap();
+    let new_operator = super::support::operator(&server).await;
+    let names = new_operator.list_children(&key_paths[0]).await.unwrap();
     let outcome = finish(workload, &server.url()).await;
-    let grants = |key: &str| {
-        let key = key.replace("%2F", "/");
-        outcome.history.grants.iter().filter(|grant| key.ends_with(&*grant.key)).count()
+    let grants = |path: &String| {
+        let path = path.replace("%2F", "/");
+        outcome.history.grants.iter().filter(|grant| path.ends_with(&*grant.key)).count()
     };
-    println!("{names:?}; {:?}", keys.iter().map(|key| grants(key)).collect::<Vec<_>>());
-    assert!(keys.iter().all(|key| grants(key) > 25), "the sequence counter is not exhausted");
+    println!("{names:?}; {:?}", key_paths.iter().map(grants).collect::<Vec<_>>());
+    assert!(
+        key_paths.iter().all(|path| grants(path) > 25),
+        "the sequence counter is not exhausted"
+    );
     assert_eq!(outcome.long_held_losses(), []);
     outcome.assert_guarantees();
 }
 
-/// An operator deletes the node. Another client may acquire the lock before its holder is notified,
-/// which takes one message from the server.
+/// An operator deletes the node. A watch event, one message from the server, notifies the holder.
+/// Until this event arrives, another client may already have acquired the lock.
 #[tokio::test]
 async fn a_deleted_node_is_a_lost_lock() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -143,7 +149,7 @@ async fn a_waiter_ignores_a_holder_that_only_its_own_server_has() {
     let deleted_node = format!("_c_0-lock-{number}");
     operator.delete(&format!("{lock_path}/{deleted_node}"), None).await.unwrap();
     let member = &mut ensemble.members_mut()[outdated];
-    // This member has applied the deletion.
+    // Waits until this member has applied the deletion.
     let outdated_operator = super::support::operator(member).await;
     outdated_operator.sync("/").await.unwrap();
     drop(outdated_operator);

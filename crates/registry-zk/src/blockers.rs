@@ -149,11 +149,13 @@ fn entries_to_await(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
     indexes
 }
 
-/// Returns the name of a blocking node that exists only on the connected server.
+/// Returns the name of a blocking node that the connected server lists and a majority does not
+/// have.
 ///
 /// A waiter would wait forever for a node that the other servers have deleted. If a node has
 /// blocked waiters for one session time-out, this function therefore checks with a majority whether
-/// the node exists. The predecessor of an exclusive claim is checked only as the head of the queue.
+/// the node exists. The predecessor of an exclusive claim is checked only if it is the head of the
+/// queue. At most [`MAJORITY_CHECKS_MAX`] blockers are checked per call.
 pub(crate) async fn find_stale_blocker(
     session: &ZkSession,
     dir: &str,
@@ -179,8 +181,9 @@ pub(crate) async fn find_stale_blocker(
     Ok(None)
 }
 
-/// Watches the nodes that block a claim, and returns the holder if its node was read. Reuses the
-/// watches of `watched`. Returns `None` if a node no longer exists or has changed its mode.
+/// Watches the nodes that block a claim, and returns the head of the queue as the holder if its
+/// node was read. Reuses the watches of `watched`. Returns `None` if a node no longer exists, or
+/// has changed its mode or token since it was read.
 pub(crate) async fn watch_blockers(
     session: &ZkSession,
     dir: &str,
@@ -295,21 +298,21 @@ impl QueueSnapshot {
     }
 }
 
-/// Reads the queue of the lock at `dir`. Returns `None` if it changes during each of [`TRIES_MAX`]
-/// attempts.
+/// Reads the queue of the lock at `dir`. Returns `None` if it changes during each of [`READS_MAX`]
+/// reads.
 pub(crate) async fn read_queue(
     session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Option<QueueSnapshot>, BackendError> {
-    for _ in 0..TRIES_MAX {
+    for _ in 0..READS_MAX {
         let children = match read_children(session, dir).await? {
             Ok(children) => children,
             Err(Error::NoNode) => return Ok(Some(QueueSnapshot::default())),
             Err(error) => return Err(to_backend_error(&error)),
         };
         let queue = sort_contenders(session, dir, children).await?;
-        if let Some(holders) = read_queue_in(session, dir, &queue).await? {
-            return Ok(Some(holders));
+        if let Some(snapshot) = read_snapshot(session, dir, &queue).await? {
+            return Ok(Some(snapshot));
         }
         sleep(READ_PAUSE).await;
     }
@@ -319,13 +322,14 @@ pub(crate) async fn read_queue(
 /// Returns the error for a `None` of [`read_queue`].
 pub(crate) fn queue_changed() -> BackendError {
     BackendError::transient(format!(
-        "zookeeper: the queue changed during each of {TRIES_MAX} reads; retry"
+        "zookeeper: the queue changed during each of {READS_MAX} reads; retry"
     ))
     .as_refused()
 }
 
-/// Reads the holders among the nodes of `queue`. Returns `None` if a node was deleted meanwhile.
-async fn read_queue_in(
+/// Reads the nodes of `queue` up to the first exclusive claim, and divides them into holders and
+/// waiting nodes. Returns `None` if a node was deleted meanwhile.
+async fn read_snapshot(
     session: &ZkSession,
     dir: &str,
     queue: &ContenderQueue,
@@ -337,7 +341,7 @@ async fn read_queue_in(
         let rest = &names[entries.len()..];
         let exclusive = rest.iter().position(|name| parse_queued_entry(name) == EXCLUSIVE);
         let batch = exclusive.map_or(rest.len(), |at| at + 1).min(CONCURRENT_READS);
-        let read = rest[..batch].iter().map(|name| read_holder(session, dir, name));
+        let read = rest[..batch].iter().map(|name| read_contender(session, dir, name));
         for (name, node) in rest.iter().zip(try_join_all(read).await?) {
             let Some(node) = node else { return Ok(None) };
             entries.push(match parse_queued_entry(name) {
@@ -349,24 +353,24 @@ async fn read_queue_in(
     }
     let unread = &names[entries.len()..];
     let is_request = |name: &&String| parse_queued_entry(name) == QueuedEntry::UpgradeRequest;
-    let mut holders = QueueSnapshot {
+    let mut snapshot = QueueSnapshot {
         requests: names.iter().filter(is_request).cloned().collect(),
         ..QueueSnapshot::default()
     };
     for (is_granted, node) in granted_entries(&entries).into_iter().zip(nodes) {
         if is_granted {
-            holders.granted.push(node);
+            snapshot.granted.push(node);
         } else {
-            holders.waiting.push(node.0);
+            snapshot.waiting.push(node.0);
         }
     }
-    holders.waiting.extend_from_slice(unread);
-    Ok(Some(holders))
+    snapshot.waiting.extend_from_slice(unread);
+    Ok(Some(snapshot))
 }
 
 /// Reads a node. If the login may not read its data, uses the mode in its name. A claim that may
 /// have been converted then counts as exclusive.
-async fn read_holder(
+async fn read_contender(
     session: &ZkSession,
     dir: &str,
     name: &str,
@@ -395,7 +399,7 @@ const WATCHES_MAX: usize = 128;
 const MAJORITY_CHECKS_MAX: usize = 16;
 /// The number of nodes that are read concurrently.
 const CONCURRENT_READS: usize = 64;
-/// The maximum number of attempts to read the holders if they change meanwhile.
-const TRIES_MAX: u32 = 8;
-/// The pause between two of these attempts.
+/// The maximum number of reads of a queue that changes during each read.
+const READS_MAX: u32 = 8;
+/// The pause between two of these reads.
 const READ_PAUSE: Duration = Duration::from_millis(5);
