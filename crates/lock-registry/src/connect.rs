@@ -8,7 +8,7 @@ use registry_core::config::{
     BackendConfig, Host, InvalidValue, parse_count, parse_switch, parse_time,
 };
 use registry_core::{BackendError, ConfigError, LockBackend, Observer, Registry};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::config::{RegistryConfig, Resolved};
 use crate::options::Options;
@@ -180,11 +180,15 @@ async fn open_with_retries(
 /// Returns the first of `hosts` whose lookup fails within [`RESOLVE_LIMIT`]. Client libraries
 /// report such a host only as a lost connection.
 async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
-    for (host, port) in hosts {
-        let lookup = tokio::task::spawn_blocking(move || {
+    let deadline = Instant::now() + RESOLVE_LIMIT;
+    let lookups = hosts.into_iter().map(|(host, port)| {
+        tokio::task::spawn_blocking(move || {
             (host.as_str(), port).to_socket_addrs().is_err().then_some(host)
-        });
-        if let Ok(Ok(Some(host))) = timeout(RESOLVE_LIMIT, lookup).await {
+        })
+    });
+    // All lookups start before the first one is awaited.
+    for lookup in lookups.collect::<Vec<_>>() {
+        if let Ok(Ok(Some(host))) = timeout_at(deadline, lookup).await {
             return Some(host);
         }
     }
@@ -197,5 +201,5 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The time limit for resolving one host name, to explain a failed connection.
+/// The time limit for resolving all host names, to explain a failed connection.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);

@@ -76,8 +76,7 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
 
 /// The value of an option.
 enum OptionValue {
-    /// Text, or a whole number or boolean as text, because the other sources of options have only
-    /// text.
+    /// Text. A whole number or a boolean is converted to text, the only type of the other sources.
     Text(String),
     /// A list, a table, a date, a null or a number that is not whole. No option accepts these.
     Other,

@@ -38,7 +38,9 @@ pub fn redact_url(url: &str) -> String {
     let Some(query) = parts.query else {
         return format!("{scheme}:{address}");
     };
-    let options: Vec<String> = query.split('&').map(redact_option).collect();
+    // An empty element sets no option.
+    let options = query.split('&').filter(|option| !option.is_empty());
+    let options: Vec<String> = options.map(redact_option).collect();
     format!("{scheme}:{address}?{}", options.join("&"))
 }
 
@@ -158,6 +160,12 @@ mod tests {
     fn a_pem_path_that_may_be_a_secret_is_redacted() {
         let url = "rediss://h?ca=-----p&key=";
         assert_eq!(redact_url(url), "rediss://h?ca=***&key=***");
+    }
+
+    #[test]
+    fn an_empty_query_element_is_not_shown_as_a_redacted_option() {
+        assert_eq!(redact_url("memory:?lease=5s&"), "memory:?lease=5s");
+        assert_eq!(redact_url("memory:?&&lease=5s"), "memory:?lease=5s");
     }
 
     #[test]

@@ -48,8 +48,8 @@ impl StoreUrl {
 pub(crate) fn split(url: &str) -> Option<UrlParts<'_>> {
     let (scheme, rest) = url.split_once(':')?;
     // The text may be `user:password@host`, without a scheme.
-    let is_login =
-        !rest.starts_with("//") && rest.contains('@') && Scheme::find_store(scheme).is_err();
+    let is_known = scheme::is_known(&scheme.to_ascii_lowercase());
+    let is_login = !rest.starts_with("//") && rest.contains('@') && !is_known;
     if is_login { None } else { UrlParts::split(url) }
 }
 
@@ -69,6 +69,13 @@ mod tests {
         assert!(StoreUrl::parse("memory://a").is_err());
         assert!(store("pass-through:").contains("pass-through"));
         assert!(StoreUrl::parse("pass-through:x").is_err());
+    }
+
+    #[test]
+    fn a_path_may_contain_an_at_sign_if_the_scheme_is_known_in_any_case() {
+        assert!(split("sqlite:/srv/me@work/locks.db").is_some());
+        assert!(split("SQLITE:/srv/me@work/locks.db").is_some());
+        assert!(split("user:password@host").is_none());
     }
 
     #[test]

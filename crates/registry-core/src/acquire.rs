@@ -564,6 +564,7 @@ impl Acquisition<'_> {
         // releases the claim.
         self.check_open()?;
         self.local_lock.record_hold(guard.hold());
+        guard.hold().grant().pass_on_permit();
         self.engine.emit(|| LockEvent::Granted {
             key: self.local_lock.key().as_str(),
             mode: self.claim_options.mode,

@@ -57,7 +57,8 @@ struct OwnedRuntime {
 
 impl OwnedRuntime {
     fn block_on<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
-        if Handle::try_current().is_ok() {
+        // Any other error means that this thread is ending. `block_on` would panic then.
+        if !Handle::try_current().is_err_and(|error| error.is_missing_context()) {
             return Err(LockError::InsideRuntime);
         }
         let runtime = self.runtime.as_ref().ok_or(LockError::Closed)?;

@@ -12,6 +12,7 @@ mod url;
 mod value;
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::error::Error as StdError;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -177,10 +178,14 @@ pub fn from_url<C: BackendConfig>(
     })?;
     parts.check()?;
     let mut config = parse(&parts)?;
+    let mut names = HashSet::new();
     for (name, value) in parts.options()? {
+        if !names.insert(name.clone()) {
+            return Err(parts.invalid("sets an option twice; set it once"));
+        }
         if !allowed.contains(&&*name) {
             return Err(parts
-                .invalid("contains an option that must be set by a method of the configuration"));
+                .invalid("contains an option that it cannot set; check the name, or use a method of the configuration"));
         }
         let store = config.scheme();
         config.set(&name, value.expose()).map_err(|error| error.into_backend_error(store))?;

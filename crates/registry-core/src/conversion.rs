@@ -134,11 +134,14 @@ impl Conversion {
         self.hold.as_ref().expect("the hold is present until the conversion ends")
     }
 
-    /// Ends this conversion without a change, and returns the guard.
+    /// Ends this conversion without a change, and returns the guard. Callers of the same owner that
+    /// have queued meanwhile re-enter the lock.
     fn into_guard(mut self) -> LockGuard {
         let hold = self.hold.take().expect("the hold is present until the conversion ends");
         hold.allow_reentry();
-        LockGuard::new(hold)
+        let guard = LockGuard::new(hold);
+        guard.hold().grant().local_lock().record_hold(guard.hold());
+        guard
     }
 
     async fn run(
@@ -178,6 +181,7 @@ impl Conversion {
                     let guard = Hold::first_guard(converted, token, old_hold.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
                     old_hold.end_by_conversion(guard.hold());
+                    guard.hold().grant().pass_on_permit();
                     engine.emit(|| LockEvent::Converted {
                         key: key.as_str(),
                         from: grant.claim().mode(),
@@ -188,6 +192,7 @@ impl Conversion {
                 }
                 Ok(Attempt::Busy(busy)) => {
                     failures = 0;
+                    may_repeat_at_once = true;
                     if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
                         return self.withdraw_upgrade().await;
                     }

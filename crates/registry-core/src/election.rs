@@ -221,7 +221,12 @@ impl Election {
                     let is_permanent =
                         matches!(error, LockError::Backend { .. }) && !error.is_retryable();
                     let pause = backoff(failures);
-                    sleep(if is_permanent { pause * 30 } else { pause }).await;
+                    let pause = if is_permanent { pause * 30 } else { pause };
+                    tokio::select! {
+                        biased;
+                        () = self.lock.local_lock()?.engine().closing.wait() => return Ok(()),
+                        () = sleep(pause) => {}
+                    }
                     failures = failures.saturating_add(1);
                 }
                 Err(error) => return Err(error),
@@ -296,6 +301,11 @@ impl Election {
                 }
             }
         };
+        // The last poll of the work may have lasted beyond the lease.
+        let output = output.and_then(|output| match guard.hold().grant().loss() {
+            Some(reason) => Err(lost_error(guard.claim().key(), reason)),
+            None => Ok(output),
+        });
         if output.is_ok() {
             // If this write fails, observers detect the vacancy because the lock has no holder,
             // unless the store cannot report holders. The engine emits a failed release as an

@@ -279,6 +279,10 @@ impl InvalidOption {
     }
 
     pub(crate) fn units(take: u32, of: u32) -> Self {
+        if of == 0 {
+            let problem = "is too few; use a semaphore with at least 1 unit".into();
+            return Self { option: "units", given: "0".to_owned(), problem };
+        }
         let problem = format!(
             "is not between 1 and the {of} units of the semaphore; take a number in this range, or add units"
         );

@@ -275,13 +275,19 @@ impl ActiveGrant {
         if mode == ClaimMode::Shared {
             grant.local_lock.offer_to_readers(&grant);
         }
-        if mode != ClaimMode::Exclusive {
-            // The store may grant other claims next to this one, so the next local caller may
-            // compete.
-            let permit = grant.state().permit.take();
+        grant
+    }
+
+    /// Passes the local permit of a grant that is not exclusive to the next local caller, which may
+    /// compete because the store may grant other claims next to this one.
+    ///
+    /// Call this method after [`LocalLock::record_hold`]: waiters of the same owner then re-enter
+    /// the hold, instead of receiving the permit and waiting for their own owner.
+    pub(crate) fn pass_on_permit(&self) {
+        if self.claim.mode() != ClaimMode::Exclusive {
+            let permit = self.state().permit.take();
             drop(permit);
         }
-        grant
     }
 
     pub(crate) fn claim(&self) -> &Claim {

@@ -472,8 +472,8 @@ async fn release_in_flight(
         let job = release_call(&engine, release_grant(ending, context));
         return wait_for_outcome(job, &engine, key, unpolled_max).await;
     }
-    // An open transaction of the caller may block the release. This call then returns at once, so
-    // that the caller can end the transaction.
+    // An open transaction of the caller may block the release. If the store reports this, the call
+    // returns at once, so that the caller can end the transaction.
     let (blocked_error_sender, blocked_error) = oneshot::channel();
     let context = ReleaseContext {
         in_flight: Some(release),

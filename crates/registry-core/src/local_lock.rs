@@ -721,8 +721,9 @@ impl WaitQueue {
         if held == ClaimMode::Exclusive {
             self.exclusive_hold = Arc::downgrade(hold);
         } else {
-            self.concurrent_holds.retain(|hold| hold.strong_count() > 0);
-            self.concurrent_holds.push(Arc::downgrade(hold));
+            let hold = Arc::downgrade(hold);
+            self.concurrent_holds.retain(|it| it.strong_count() > 0 && !it.ptr_eq(&hold));
+            self.concurrent_holds.push(hold);
         }
         let of_owner = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
         let tickets: Vec<u64> = self.by_owner.range(of_owner).map(|(_, ticket)| *ticket).collect();

@@ -539,10 +539,18 @@ impl MemoryState {
     ) -> Result<Attempt, BackendError> {
         let MemoryRecord::Several(several) = entry.get_mut() else { return Ok(Attempt::Gone) };
         let reserve = || self.reserve_tokens(claim.token_block());
+        // A claim that waits for permits blocks the permits behind it even if enough units are
+        // free. In other modes, the grant of a queued claim blocks the same claims as before.
+        let waits_for_permits = |record: &LockRecord| {
+            let is_ours = |entry: &RecordEntry| entry.id == claim.id() && !entry.is_granted();
+            claim.mode().units() > 0 && record.entries().iter().any(is_ours)
+        };
+        let was_waiting = waits_for_permits(&several.record);
         let attempt = several.record.acquire(claim, micros(now), reserve);
+        let has_left_queue = was_waiting && !waits_for_permits(&several.record);
         // A conversion to a weaker mode may let the store grant other claims.
         let is_converted = claim.is_conversion() && matches!(attempt, Ok(Attempt::Granted(_)));
-        if is_converted || several.record.is_empty() {
+        if is_converted || has_left_queue || several.record.is_empty() {
             Self::after_change(entry);
         }
         attempt
@@ -651,3 +659,35 @@ fn wall_clock_us() -> u64 {
 
 /// The minimum number of grants between two removals of expired records.
 const SWEEP_AFTER_MIN: u64 = 1_024;
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Waker};
+
+    use super::*;
+    use crate::backend::Queueing;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_grant_of_queued_permits_wakes_the_claims_behind_it() {
+        let store = MemoryBackend::new();
+        let key = Key::new("k").unwrap();
+        let claim = |take| {
+            Claim::new(key.clone(), Duration::from_secs(10))
+                .with_mode(ClaimMode::Permits { take, of: 2 })
+                .with_queueing(Queueing::Join)
+        };
+        let (both, first, second) = (claim(2), claim(1), claim(1));
+        assert!(matches!(store.acquire(&both), Ok(Attempt::Granted(_))));
+        assert!(matches!(store.acquire(&first), Ok(Attempt::Busy(_))));
+        assert!(matches!(store.acquire(&second), Ok(Attempt::Busy(_))));
+        assert_eq!(store.release(&both), Release::Freed);
+        let Ok(Attempt::Busy(busy)) = store.acquire(&second) else {
+            panic!("the first claim is ahead in the queue")
+        };
+        let mut wait = store.wait(&second, &busy);
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(wait.as_mut().poll(&mut context).is_pending());
+        assert!(matches!(store.acquire(&first), Ok(Attempt::Granted(_))));
+        assert!(wait.as_mut().poll(&mut context).is_ready());
+    }
+}

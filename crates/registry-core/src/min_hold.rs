@@ -63,7 +63,10 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                 let (min, max) = (engine.capabilities.lease_min, engine.capabilities.lease_max);
                 let lease = lease_covering(end.since(now)).clamp(min, max);
                 let mut renewal = engine.renew(self.claim.clone().with_lease(lease));
-                let pause = match renewal.response_within(engine.defaults.operation_timeout).await {
+                // Another renewal must fit into the rest of the lease.
+                let limit = (valid_until.since(now) / 2).max(self.claim.lease() / 20);
+                let limit = limit.min(engine.defaults.operation_timeout);
+                let pause = match renewal.response_within(limit).await {
                     Some(Ok(Renewal::Renewed(granted))) => {
                         failures = 0;
                         let trusted = granted.saturating_sub(drift_margin(granted));
@@ -84,7 +87,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                         Duration::ZERO
                     }
                 };
-                let next = Moment::now().after(pause.max(backoff(failures)));
+                let next = Moment::now().after(pause.max(backoff(failures).min(limit)));
                 // A renewal cannot restore a lease that is over.
                 must_renew &= valid_until >= end || next < valid_until;
                 if must_renew {

@@ -129,17 +129,25 @@ impl StallDetector {
 }
 
 async fn run(stall_detector: StallDetector) {
+    // The interval counts from here. A registration that ends before the next round thus does not
+    // postpone that round.
+    let mut last_round_at = Moment::now();
     while let Some(interval) = stall_detector.update_round_interval() {
         let Some(interval) = interval else {
             stall_detector.0.changed.notified().await;
+            last_round_at = Moment::now();
             continue;
         };
-        tokio::select! {
-            biased;
-            () = stall_detector.0.changed.notified() => continue,
-            () = tokio::time::sleep(interval) => {}
+        let left = last_round_at.after(interval).since(Moment::now());
+        if !left.is_zero() {
+            tokio::select! {
+                biased;
+                () = stall_detector.0.changed.notified() => continue,
+                () = tokio::time::sleep(left) => {}
+            }
         }
         let now = Moment::now();
+        last_round_at = now;
         for (n, (id, object)) in stall_detector.begin_round(now).into_iter().enumerate() {
             let needs_checks =
                 object.upgrade().and_then(|object| catch_panic(|| object.check_stalled(now)));

@@ -10,6 +10,7 @@ use crate::guard::LockGuard;
 use crate::key::Key;
 use crate::lock::DistributedLock;
 use crate::mode::ClaimMode;
+use crate::release::{PendingRelease, release_in_background};
 use crate::value::{LockValue, ValueRead, ValueStore, ValueWrite};
 
 impl Engine {
@@ -143,6 +144,13 @@ impl LockGuard {
             ValueWrite::Written => Ok(()),
             ValueWrite::NotHeld => {
                 let grant = self.hold().grant();
+                // If the stored value has a larger token, the store still has the claim. The
+                // release is submitted before the loss: `close` waits first for active grants, then
+                // for jobs.
+                release_in_background(PendingRelease {
+                    lease: grant.longest_lease(),
+                    ..PendingRelease::new(Arc::clone(engine), grant.claim_to_release())
+                });
                 _ = grant.lose(LostReason::Gone);
                 let reason = grant.loss().unwrap_or(LostReason::Gone);
                 Err(lost_error(grant.claim().key(), reason))

@@ -68,11 +68,13 @@ impl EtcdBackend {
     ///
     /// # Errors
     /// Returns a [`BackendError`] of one of these kinds:
-    /// - `Misconfigured`: the configuration is invalid, or the server is not etcd 3.4 or later.
-    ///   With `etcds://`, also if the member does not use TLS, or its certificate is not trusted.
+    /// - `Misconfigured`: the configuration is invalid, or the server is not etcd 3. Versions
+    ///   before 3.4 are not detected. With `etcds://`, also if the member's certificate is not
+    ///   trusted, or if the member answers without TLS.
     /// - `Denied`: the members reject the login or the client certificate, or the user lacks a
     ///   permission.
-    /// - `Transient`: no member can be reached, or the cluster has no leader.
+    /// - `Transient`: no member can be reached, the cluster has no leader, or the member requires
+    ///   TLS and the URL is `etcd://`.
     /// - `Protocol`: a member sent an unexpected response.
     ///
     /// # Cancel safety

@@ -38,7 +38,7 @@ pub(crate) struct ClaimEntry {
     /// take effect, or the entry is named after another lease.
     pub(crate) must_not_recycle: bool,
     /// The entry that blocks this one, if the last read found one.
-    pub(crate) predecessor: Option<Predecessor>,
+    pub(crate) predecessor: Option<BlockingEntry>,
     /// The watch on the entry's own key, while the claim holds the lock. A renewal creates it.
     pub(crate) own_watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
@@ -55,7 +55,7 @@ pub(crate) struct UpgradeRequest {
     /// The lease of this key only. The request can therefore expire without the claim.
     pub(crate) lease: EtcdLease,
     /// The shared holder closest to the end of the queue, if the last read found one.
-    pub(crate) reader: Option<Predecessor>,
+    pub(crate) reader: Option<BlockingEntry>,
     /// The start of the delay after the loss of a reader.
     pub(crate) delayed_since: Option<Moment>,
     /// The token of the upgrade, and the creation revision of the entry that blocks new readers.
@@ -98,7 +98,7 @@ impl ClaimEntry {
     pub(crate) fn predecessor_and_lease(
         &mut self,
         claim: &Claim,
-    ) -> Option<(&mut Predecessor, &mut EtcdLease)> {
+    ) -> Option<(&mut BlockingEntry, &mut EtcdLease)> {
         if claim.is_conversion() {
             let upgrade = self.upgrade.as_mut()?;
             return Some((upgrade.reader.as_mut()?, &mut upgrade.lease));
@@ -121,7 +121,7 @@ impl ClaimEntry {
 
     /// Returns whether the lease was last extended at least twice its duration ago. One duration
     /// does not suffice, because a new leader extends all leases to their full duration.
-    fn is_certainly_expired(&self, now: Moment) -> bool {
+    fn is_unextended_for_two_leases(&self, now: Moment) -> bool {
         let requested = self.ttl_seconds.and_then(|ttl_seconds| u64::try_from(ttl_seconds).ok());
         let ttl = self.lease.ttl().max(Duration::from_secs(requested.unwrap_or(0)));
         now.since(self.lease.last_extended()) >= ttl * 2
@@ -151,7 +151,7 @@ impl ClaimEntry {
 /// The entry for which a claim waits: an earlier entry that blocks its own entry, or a reader that
 /// delays its upgrade. That reader's entry may be behind the entry of the claim.
 #[derive(Debug)]
-pub(crate) struct Predecessor {
+pub(crate) struct BlockingEntry {
     pub(crate) name: Vec<u8>,
     /// The revision in which the predecessor's key was created.
     pub(crate) create_revision: i64,
@@ -170,7 +170,7 @@ pub(crate) struct Predecessor {
     pub(crate) watch: Option<KeyWatch>,
 }
 
-impl Predecessor {
+impl BlockingEntry {
     pub(crate) fn new(found: KeyValue, last_seen_revision: i64) -> Self {
         let KeyValue { key: name, create_revision, value, lease, .. } = found;
         Self {
@@ -255,12 +255,12 @@ impl ClaimCache {
             // entry.
             let is_unused = Arc::strong_count(shared) == 1;
             let Some(mut entry) = shared.try_lock().ok().filter(|_| is_unused) else { return true };
-            let is_certainly_expired =
-                entry.as_ref().is_none_or(|entry| entry.is_certainly_expired(now));
-            if is_certainly_expired {
+            let is_expired =
+                entry.as_ref().is_none_or(|entry| entry.is_unextended_for_two_leases(now));
+            if is_expired {
                 expired.extend(entry.take());
             }
-            !is_certainly_expired
+            !is_expired
         });
         expired
     }

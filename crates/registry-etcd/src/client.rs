@@ -40,8 +40,8 @@ struct ClientState {
     /// The member for the next connection.
     next_member: AtomicUsize,
     connection: Mutex<Option<MemberConnection>>,
-    /// The last error of connecting. Locked while a caller connects, so that other callers wait for
-    /// the same connection.
+    /// The error of the last failed round. Locked while a caller connects, so that other callers
+    /// wait for the same connection.
     last_connect_error: tokio::sync::Mutex<Option<BackendError>>,
     /// The number of failed rounds. In a failed round, a caller tried the members and opened no
     /// connection.
@@ -266,7 +266,8 @@ impl EtcdClient {
         {
             return Err(error.clone());
         }
-        let (mut last_error, first_member) = (None, self.0.next_member.load(Ordering::Relaxed));
+        let mut round_error: Option<BackendError> = None;
+        let first_member = self.0.next_member.load(Ordering::Relaxed);
         for offset in 0..self.member_count() {
             let member = (first_member + offset) % self.member_count();
             match self.connect(member).await {
@@ -278,15 +279,19 @@ impl EtcdClient {
                 Err(error) => {
                     // Every member of a cluster rejects the same login or client certificate, so
                     // further members are not tried.
-                    let is_permanent = error.kind() == BackendErrorKind::Denied;
-                    last_error = Some(error);
-                    if is_permanent {
+                    let is_denied = error.kind() == BackendErrorKind::Denied;
+                    // If a member is only unreachable for now, callers must repeat their requests,
+                    // whatever the error of another member.
+                    if round_error.as_ref().is_none_or(|earlier| !earlier.is_retryable()) {
+                        round_error = Some(error);
+                    }
+                    if is_denied {
                         break;
                     }
                 }
             }
         }
-        let error = last_error.unwrap_or_else(protocol_error);
+        let error = round_error.unwrap_or_else(protocol_error);
         *last_connect_error = Some(error.clone());
         self.0.failed_rounds.fetch_add(1, Ordering::Release);
         Err(error)
@@ -355,7 +360,7 @@ impl EtcdClient {
             {
                 Ok(response) => {
                     let mut token: MetadataValue<Ascii> =
-                        response.token.parse().map_err(|_| protocol_error())?;
+                        response.token.parse().map_err(|_| protocol_error().as_refused())?;
                     token.set_sensitive(true);
                     Some(token)
                 }

@@ -1,6 +1,7 @@
 //! Reports findings of `doctor` about the members: their versions and their states.
 
 use futures_util::future::join_all;
+use registry_core::config::display_host;
 use registry_core::{BackendError, Finding};
 
 use crate::backend::EtcdBackend;
@@ -15,11 +16,11 @@ impl EtcdBackend {
         let statuses = join_all(statuses).await;
         // An unreachable member is a finding. If no member is reachable, the call returns an error.
         let (mut findings, mut last_error, mut is_any_reachable) = (Vec::new(), None, false);
-        for (status, (host, port)) in statuses.into_iter().zip(&self.config.members) {
+        for (status, member) in statuses.into_iter().zip(&self.config.members) {
             match status {
                 Ok(status) => {
                     is_any_reachable = true;
-                    findings.extend(member_findings(&format!("{host}:{port}"), &status));
+                    findings.extend(member_findings(&display_host(member), &status));
                 }
                 Err(error) => {
                     findings.push(Finding::warning(error.to_string()));

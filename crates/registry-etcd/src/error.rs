@@ -120,6 +120,11 @@ pub(crate) fn classify(status: &Status) -> CallError {
         Code::Unknown | Code::Internal if !has("etcdserver:") => {
             CallError::MemberFailed(error(Transient, CONNECTION_LOST))
         }
+        // Members check a request before they execute any part of it.
+        Code::ResourceExhausted if has("received message larger than max") => {
+            refused(Misconfigured, INVALID_REQUEST)
+        }
+        Code::InvalidArgument => refused(Misconfigured, INVALID_REQUEST),
         Code::Unimplemented => {
             refused(Misconfigured, "the server is not etcd 3.4 or later; update it")
         }
@@ -128,7 +133,7 @@ pub(crate) fn classify(status: &Status) -> CallError {
         }
         _ => CallError::Other(error(
             Protocol,
-            "the member refused the request; see the source of this error",
+            "the member returned an unknown error; see the source of this error",
         )),
     }
 }
@@ -148,7 +153,10 @@ fn causes_of(status: &Status) -> impl Iterator<Item = String> {
 }
 
 const CONNECTION_LOST: &str =
-    "the connection was lost; check the network and that the member still runs";
+    "the connection was lost; check the network and the member, or use etcds:// if it requires TLS";
+
+const INVALID_REQUEST: &str =
+    "the request is too large or invalid, for example it writes a key twice; correct the request";
 
 /// A part of the error text of a TLS connection that the other side refused.
 pub(crate) const TLS_ALERT: &str = "received fatal alert";
@@ -192,6 +200,21 @@ mod tests {
                 Misconfigured,
                 true,
             ),
+            (
+                Code::InvalidArgument,
+                "etcdserver: duplicate key given in txn request",
+                Misconfigured,
+                true,
+            ),
+            (Code::InvalidArgument, "etcdserver: key is not provided", Misconfigured, true),
+            (Code::InvalidArgument, "etcdserver: request is too large", Misconfigured, true),
+            (
+                Code::ResourceExhausted,
+                "grpc: received message larger than max (3000000 vs. 2097152)",
+                Misconfigured,
+                true,
+            ),
+            (Code::ResourceExhausted, "something else", Protocol, false),
             (Code::Unauthenticated, "etcdserver: invalid auth token", Denied, true),
             (Code::NotFound, "etcdserver: requested lease not found", Transient, true),
             (Code::DataLoss, "etcdserver: corrupt cluster", Protocol, true),

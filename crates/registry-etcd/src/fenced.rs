@@ -1,5 +1,6 @@
 //! Fenced writes to etcd: transactions that succeed only while the lock is held.
 
+use std::error::Error;
 use std::fmt;
 
 use registry_core::{BackendError, Claim, LockGuard};
@@ -51,20 +52,20 @@ pub struct Committed {
 
 /// The error of a fenced transaction. After [`Backend`](Self::Backend), the transaction may have
 /// been executed. After any other error, it was not executed.
-#[derive(Debug, Clone, thiserror::Error)]
+///
+/// `Display` shows one sentence. For a store error, it is
+/// `fenced transaction on "KEY" at HOST:PORT failed: CAUSE; HINT`. [`source`](Error::source)
+/// returns the error of the client library, if there is one.
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum FenceError {
     /// This guard no longer holds the lock. Nothing was written.
-    #[error("lock {key:?} was lost, so the transaction was not executed; acquire the lock again")]
     #[non_exhaustive]
     Lost {
         /// The lock's key.
         key: String,
     },
     /// The lock is in another kind of store.
-    #[error(
-        "lock {key:?} is not stored in etcd, so it cannot fence writes to etcd; use a lock of an etcd registry"
-    )]
     #[non_exhaustive]
     Unsupported {
         /// The lock's key.
@@ -72,7 +73,6 @@ pub enum FenceError {
     },
     /// The request failed. Unless the error is [refused](BackendError::refused), the transaction
     /// may or may not have been executed.
-    #[error("fenced transaction on {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The lock's key.
@@ -80,6 +80,38 @@ pub enum FenceError {
         /// The store error.
         source: BackendError,
     },
+}
+
+impl fmt::Display for FenceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost { key } => write!(
+                f,
+                "lock {key:?} was lost, so the transaction was not executed; acquire the lock again"
+            ),
+            Self::Unsupported { key } => write!(
+                f,
+                "lock {key:?} is not stored in etcd, so it cannot fence writes to etcd; use a lock of an etcd registry"
+            ),
+            Self::Backend { key, source } => {
+                write!(f, "fenced transaction on {key:?}")?;
+                if let Some(address) = source.address() {
+                    write!(f, " at {address}")?;
+                }
+                write!(f, " failed: {}", source.message())
+            }
+        }
+    }
+}
+
+impl Error for FenceError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            // The text of `source` itself is part of this error's text.
+            Self::Backend { source, .. } => source.source(),
+            _ => None,
+        }
+    }
 }
 
 impl Fence for LockGuard {
@@ -145,7 +177,7 @@ impl FencedTxn<'_> {
         match result {
             Ok(Some(committed)) => Ok(committed),
             Ok(None) => Err(FenceError::Lost { key }),
-            Err(source) => Err(FenceError::Backend { key, source }),
+            Err(source) => Err(FenceError::Backend { key, source: backend.with_address(source) }),
         }
     }
 }
@@ -191,5 +223,25 @@ impl fmt::Debug for FencedTxn<'_> {
             .field("key", &self.guard.key())
             .field("operations", &self.operations.len())
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_store_error_names_the_lock_the_address_the_cause_and_the_hint_once() {
+        let source = BackendError::transient("etcd: the cause; the hint")
+            .with_address("host:2379")
+            .with_source(io::Error::other("the client library's error"));
+        let error = FenceError::Backend { key: "k".to_owned(), source };
+        assert_eq!(
+            error.to_string(),
+            "fenced transaction on \"k\" at host:2379 failed: etcd: the cause; the hint"
+        );
+        assert_eq!(error.source().unwrap().to_string(), "the client library's error");
     }
 }

@@ -462,7 +462,7 @@ async fn serve_stream(
 
 /// The limits of the pause after a stream that received no response. The pause doubles after each
 /// such stream.
-const PAUSE_MIN: Duration = Duration::from_millis(50);
+pub(crate) const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of streams. Only a follower needs more than one: a leader processes thousands
 /// of requests per second on one.

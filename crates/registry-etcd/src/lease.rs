@@ -8,8 +8,9 @@ use registry_core::Moment;
 #[derive(Debug, Clone)]
 pub(crate) struct EtcdLease {
     pub(crate) id: i64,
+    /// The guaranteed duration. Zero if it is unknown.
     ttl: Duration,
-    /// The lease lasts at least for its full duration from this time on.
+    /// The lease lasts at least for `ttl` from this time on.
     extended_at: Moment,
     /// The last extension, if no majority has confirmed it yet.
     unconfirmed: Option<UnconfirmedExtension>,
@@ -18,19 +19,21 @@ pub(crate) struct EtcdLease {
 #[derive(Debug, Clone, Copy)]
 struct UnconfirmedExtension {
     extended_at: Moment,
+    ttl: Duration,
     term: u64,
 }
 
 impl EtcdLease {
     /// Creates a lease of duration `ttl` that was granted by a response to a request sent at
-    /// `sent_at`.
+    /// `sent_at`. A `ttl` of zero means that the duration is unknown.
     pub(crate) fn new(id: i64, ttl: Duration, sent_at: Moment) -> Self {
         Self { id, ttl, extended_at: sent_at, unconfirmed: None }
     }
 
-    /// Returns the full duration of the lease.
+    /// Returns the full duration of the lease by the last response, confirmed or not. Returns zero
+    /// if the duration is unknown.
     pub(crate) fn ttl(&self) -> Duration {
-        self.ttl
+        self.unconfirmed.map_or(self.ttl, |unconfirmed| unconfirmed.ttl)
     }
 
     /// Returns the guaranteed remaining time of the lease.
@@ -54,8 +57,7 @@ impl EtcdLease {
     /// suspended leader that resumes may not know its successor yet. It then still extends leases,
     /// but the successor lets them expire.
     pub(crate) fn record_extension(&mut self, sent_at: Moment, ttl: Duration, term: u64) {
-        self.ttl = ttl;
-        self.unconfirmed = Some(UnconfirmedExtension { extended_at: sent_at, term });
+        self.unconfirmed = Some(UnconfirmedExtension { extended_at: sent_at, ttl, term });
     }
 
     /// Records a response of a majority, in `term`, to a request sent after the last
@@ -67,6 +69,7 @@ impl EtcdLease {
             && unconfirmed.term == term
         {
             self.extended_at = unconfirmed.extended_at;
+            self.ttl = unconfirmed.ttl;
         }
     }
 }
@@ -102,6 +105,22 @@ mod tests {
         lease.record_majority_response(8);
         assert!(
             lease.remaining() < TTL - Duration::from_millis(10),
+            "the confirmation is of another term"
+        );
+        lease.record_extension(Moment::now(), TTL, 8);
+        lease.record_majority_response(8);
+        assert!(lease.remaining() > TTL - Duration::from_millis(10), "it is confirmed");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_unconfirmed_extension_of_a_lease_of_unknown_duration_does_not_count() {
+        let mut lease = EtcdLease::new(1, Duration::ZERO, Moment::now());
+        lease.record_extension(Moment::now(), TTL, 7);
+        assert_eq!((lease.remaining(), lease.ttl()), (Duration::ZERO, TTL), "it is not confirmed");
+        lease.record_majority_response(8);
+        assert_eq!(
+            (lease.remaining(), lease.ttl()),
+            (Duration::ZERO, Duration::ZERO),
             "the confirmation is of another term"
         );
         lease.record_extension(Moment::now(), TTL, 8);

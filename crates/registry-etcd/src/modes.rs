@@ -5,6 +5,8 @@
 //! Each decision uses one snapshot of the whole queue, by the rules of
 //! [`registry_core::queue_position`].
 
+use std::collections::HashSet;
+
 use registry_core::{
     Attempt, BackendError, Busy, Claim, ClaimMode, Grant, Moment, QueuePosition, QueuedEntry,
     Renewal, UpgradePosition, granted_entries, queue_position, upgrade_position,
@@ -12,7 +14,7 @@ use registry_core::{
 use tokio::time::sleep;
 
 use crate::backend::{EtcdBackend, TRIES_MAX};
-use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
+use crate::claims::{BlockingEntry, ClaimEntry, EntryGuard, UpgradeRequest};
 use crate::error::CallError;
 use crate::keep_alive::LeaseStatus;
 use crate::lease::ttl_seconds;
@@ -53,19 +55,17 @@ impl QueueSnapshot {
     ) -> Vec<(&KeyValue, Vec<u8>)> {
         let others = self.entries.iter().filter(|it| it.key != own_entry.key);
         let smaller = others.filter(|it| it.create_revision < token);
-        let records = smaller.filter_map(|it| Some((it, record::forget_token(it)?)));
+        let records = smaller.filter_map(|it| Some((it, record::record_without_token(it)?)));
         records.take(TOKENS_REMOVED_MAX).collect()
     }
 
     /// Returns the tombstones whose entries were deleted without a release, except that of the
     /// entry `own_name`.
     fn tombstones_of_lost_entries(&self, names: &EtcdKeyNames, own_name: &[u8]) -> Vec<KeyValue> {
-        let has_entry = |tombstone: &&KeyValue| {
-            let belongs_to =
-                |name: &[u8]| names.tombstone_name(name).as_ref() == Some(&tombstone.key);
-            belongs_to(own_name) || self.entries.iter().any(|entry| belongs_to(&entry.key))
-        };
-        self.tombstones.iter().filter(|it| !has_entry(it)).cloned().collect()
+        let entries = self.entries.iter().map(|entry| &*entry.key).chain([own_name]);
+        let with_entry: HashSet<_> =
+            entries.filter_map(|entry| names.tombstone_name(entry)).collect();
+        self.tombstones.iter().filter(|it| !with_entry.contains(&it.key)).cloned().collect()
     }
 }
 
@@ -221,7 +221,7 @@ impl EtcdBackend {
             }
         };
         if let Some((index, scope)) = predecessor {
-            let mut predecessor = Predecessor::new(before[index].clone(), snapshot.revision)
+            let mut predecessor = BlockingEntry::new(before[index].clone(), snapshot.revision)
                 .with_scope(scope)
                 .with_watch_from(old_predecessor.as_mut());
             let busy = busy_behind(claim, before, position).with_queue_entry();
@@ -315,7 +315,7 @@ impl EtcdBackend {
     pub(crate) async fn find_blocking_entry(
         &self,
         claim: &Claim,
-    ) -> Result<Option<Predecessor>, BackendError> {
+    ) -> Result<Option<BlockingEntry>, BackendError> {
         let found = self.execute(txn::read_entries(&self.names.queue_prefix(claim.key()), None));
         let mut results = found.await.map_err(CallError::into_error)?;
         let QueueSnapshot { entries, revision, .. } = QueueSnapshot::decode(&mut results)?;
@@ -328,7 +328,7 @@ impl EtcdBackend {
         };
         let predecessor = |(index, scope): (usize, WatchScope)| {
             let entry = entries.get(index)?.clone();
-            Some(Predecessor::new(entry, revision).with_scope(scope))
+            Some(BlockingEntry::new(entry, revision).with_scope(scope))
         };
         Ok(blocking.and_then(predecessor))
     }
@@ -507,18 +507,22 @@ impl EtcdBackend {
             UpgradePosition::ReadersNotBlocked => return Ok(ConversionOutcome::Retry(None)),
             UpgradePosition::Behind(reader) => {
                 let reader = &snapshot.entries[reader];
-                let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
+                let predecessor = BlockingEntry::new(reader.clone(), snapshot.revision);
                 upgrade.reader = Some(predecessor.with_watch_from(old_reader.as_mut()));
+                // This reader may be lost too. Its loss then requires another delay.
+                upgrade.delayed_since = None;
                 let busy = busy_with_holder(claim, reader).with_queue_entry();
                 return Ok(ConversionOutcome::Busy(busy.with_seen_version(version_of(reader))));
             }
         };
         let lost = snapshot.tombstones_of_lost_entries(&self.names, &entry.name);
-        if upgrade.delayed_since.is_none() && !lost.is_empty() {
+        let needs_delay = |since: Moment| Moment::now().since(since) < GRANT_DELAY;
+        if upgrade.delayed_since.map_or(!lost.is_empty(), needs_delay) {
             // Another entry was deleted without a release. If it belonged to a reader, its holder
-            // needs time to detect the loss.
-            upgrade.delayed_since = Some(Moment::now());
-            sleep(GRANT_DELAY).await;
+            // needs time to detect the loss. A caller that was cancelled during the delay waits for
+            // the rest of it.
+            let since = *upgrade.delayed_since.get_or_insert_with(Moment::now);
+            sleep(GRANT_DELAY.saturating_sub(Moment::now().since(since))).await;
             for tombstone in lost {
                 self.pool.delete_tombstone_later(tombstone.key, tombstone.create_revision);
             }

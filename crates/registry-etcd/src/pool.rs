@@ -224,8 +224,8 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
 /// request at a time would not keep up with them.
 const CLEANUP_REQUESTS_MAX: usize = 64;
 
-/// The maximum time from the response that shows a loss until the holder is notified. This crate
-/// sends no request in this time.
+/// The maximum time between the response that shows a loss and the notification of the holder.
+/// `renew_batch` waits for no further response of this claim in between.
 const LOSS_NOTIFICATION_DELAY_MAX: Duration = Duration::from_millis(25);
 
 /// The maximum number of unused leases of one duration. When a process releases many locks at once,

@@ -15,7 +15,7 @@ use registry_core::{
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{EtcdBackend, TRIES_MAX};
-use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
+use crate::claims::{BlockingEntry, ClaimEntry, EntryGuard, UpgradeRequest};
 use crate::client::RequestLimits;
 use crate::error::{CallError, protocol_error};
 use crate::keep_alive::LeaseStatus;
@@ -38,7 +38,7 @@ enum PredecessorCheck {
     /// The entry and its predecessor still exist. The last `Busy` is still valid.
     Unchanged(Busy),
     /// The caller must read the whole queue.
-    MayHaveChanged(Predecessor),
+    MayHaveChanged(BlockingEntry),
 }
 
 /// The entries around a waiting claim, from one read of its queue.
@@ -55,7 +55,7 @@ impl QueueRead {
     /// Decodes the response to [`txn::read_queue`].
     fn decode(
         mut results: TxnResults,
-        old_predecessor: Option<&Predecessor>,
+        old_predecessor: Option<&BlockingEntry>,
     ) -> Result<Self, BackendError> {
         let (own_entry, predecessor) = (results.next_key()?, results.next_key()?);
         let first_entry = results.next_key()?;
@@ -178,7 +178,7 @@ impl EtcdBackend {
             let predecessor =
                 results.next_keys()?.into_iter().find(|other| other.key != entry.name);
             entry.predecessor =
-                predecessor.map(|predecessor| Predecessor::new(predecessor, revision));
+                predecessor.map(|predecessor| BlockingEntry::new(predecessor, revision));
         }
         let tombstones = results.next_keys_if_any()?;
         if entry.predecessor.is_none() && self.has_tombstone_of_other_entry(&entry, &tombstones) {
@@ -304,7 +304,7 @@ impl EtcdBackend {
             return Ok(QueueStep::Retry);
         };
         if let Some(predecessor) = read.predecessor {
-            let predecessor = Predecessor::new(predecessor, read.header.revision);
+            let predecessor = BlockingEntry::new(predecessor, read.header.revision);
             entry.predecessor = Some(predecessor.with_watch_from(old_predecessor.as_mut()));
             return self.grant_or_busy(claim, entry_guard, entry, read.first_entry.as_ref());
         }
@@ -328,7 +328,7 @@ impl EtcdBackend {
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
-        unreleased: Option<Predecessor>,
+        unreleased: Option<BlockingEntry>,
         own_entry: &KeyValue,
         tombstones: Vec<KeyValue>,
     ) -> Result<QueueStep, BackendError> {
@@ -356,7 +356,7 @@ impl EtcdBackend {
     async fn check_predecessor(
         &self,
         entry: &mut ClaimEntry,
-        predecessor: Predecessor,
+        predecessor: BlockingEntry,
     ) -> Result<PredecessorCheck, BackendError> {
         let is_recent = |(_, at): &&(Busy, Moment)| Moment::now().since(*at) < QUEUE_READ_INTERVAL;
         let Some((busy, _)) =
@@ -384,7 +384,7 @@ impl EtcdBackend {
         }
         entry.lease.record_majority_response(results.header.raft_term);
         entry.predecessor =
-            Some(Predecessor { last_seen_revision: results.header.revision, ..predecessor });
+            Some(BlockingEntry { last_seen_revision: results.header.revision, ..predecessor });
         Ok(PredecessorCheck::Unchanged(busy))
     }
 
@@ -447,7 +447,7 @@ impl EtcdBackend {
     /// counts as released. Without the lease, the entry counts as lost. Other programs revoke the
     /// lease on release, so a missing lease does not show a loss of their entries. Each deletion of
     /// their entries therefore counts as a release.
-    async fn was_released(&self, predecessor: &Predecessor) -> bool {
+    async fn was_released(&self, predecessor: &BlockingEntry) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
         }
@@ -592,7 +592,7 @@ impl EtcdBackend {
         let remove_entry = if entry.is_granted {
             txn::delete_with_tombstone(name, create_revision, tombstone)
         } else if is_exclusive {
-            txn::remove_entry(&queue, name, create_revision, tombstone)
+            txn::dequeue_exclusive(&queue, name, create_revision, tombstone)
         } else {
             txn::dequeue_non_exclusive(&queue, name, create_revision, tombstone)
         };
@@ -766,7 +766,7 @@ impl EtcdBackend {
         &self,
         claim: &Claim,
         create_revision: u64,
-    ) -> Result<Option<Predecessor>, BackendError> {
+    ) -> Result<Option<BlockingEntry>, BackendError> {
         if claim.mode() != ClaimMode::Exclusive {
             return self.find_blocking_entry(claim).await;
         }
@@ -775,7 +775,7 @@ impl EtcdBackend {
             .range(txn::entry_created_in(&self.names.queue_prefix(claim.key()), create_revision))
             .await?;
         let revision = found.header.ok_or_else(protocol_error)?.revision;
-        Ok(found.kvs.into_iter().next().map(|found| Predecessor::new(found, revision)))
+        Ok(found.kvs.into_iter().next().map(|found| BlockingEntry::new(found, revision)))
     }
 
     /// Extends the lease of a waiter.
@@ -832,7 +832,8 @@ pub(crate) fn version_of(entry: &KeyValue) -> u64 {
 /// Returns the interval at which a waiter extends its lease. The interval leaves time for retries.
 /// It is otherwise as long as possible, because the cluster handles the extensions of all waiters.
 fn extension_interval(ttl: Duration) -> Duration {
-    (ttl * 3 / 4)
+    // A member may report any duration. Multiplying first could overflow.
+    (ttl / 4 * 3)
         .min(ttl.saturating_sub(RETRY_TIME_MIN))
         .max(ttl / 3)
         .clamp(EXTENSION_INTERVAL_MIN, EXTENSION_INTERVAL_MAX)
@@ -858,3 +859,17 @@ pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
 const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);
 /// The pause before the next read of the queue after a watch or a request has failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiter_extends_its_lease_in_time_whatever_its_duration() {
+        for (ttl, interval) in [(0, 500), (3_000, 1_000), (31_000, 23_250)] {
+            let interval = Duration::from_millis(interval);
+            assert_eq!(extension_interval(Duration::from_millis(ttl)), interval, "{ttl} ms");
+        }
+        assert_eq!(extension_interval(Duration::MAX), EXTENSION_INTERVAL_MAX);
+    }
+}

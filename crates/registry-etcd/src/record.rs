@@ -7,12 +7,13 @@
 //! `:TOKEN` follows the word if the token of the claim is not the revision that created the key.
 //! The conditions of `txn` depend on the order of these letters.
 //!
-//! The word of a claim whose token is taken at its grant is `z`, followed by `s`, `u`, `pTAKE/OF`
-//! or `x`. A claim that is not shared has this word if it was enqueued behind an upgradable claim
-//! or an upgraded one. Every claim has it if it was enqueued behind another claim with this word.
-//! The upgradable claim may be upgraded before the waiting claim is granted. The token of the
-//! upgrade is then larger than the revision that created the waiting claim's key. Every upgrade
-//! gives this word to each waiting claim whose token is smaller than that of the upgrade.
+//! A claim that gets its token only when it is granted has `z` before its word: `zs`, `zu`,
+//! `zpTAKE/OF` or `zx`. A claim that is not shared has this `z` if it was enqueued behind an
+//! upgradable claim or an upgraded one. Every claim has it if it was enqueued behind another claim
+//! with a `z`. The upgradable claim may be upgraded before the waiting claim is granted. The token
+//! of the upgrade is then larger than the revision that created the waiting claim's key. Every
+//! upgrade writes a `z` before the word of each waiting claim whose token is smaller than that of
+//! the upgrade.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -26,16 +27,16 @@ pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
     encode_as(QueuedEntry::Claim(claim.mode()), claim, host)
 }
 
-/// Returns `record` with the word `z`, for a claim whose token is taken at its grant.
+/// Returns `record` with `z` before its word, for a claim whose token is taken at its grant.
 pub(crate) fn without_token(record: &[u8], mode: ClaimMode) -> Vec<u8> {
     let word: &[u8] = if mode == ClaimMode::Exclusive { b"zx " } else { b"z" };
     [word, record].concat()
 }
 
-/// Returns the record of a waiting claim with the word `z`: its token is then taken at the grant.
-/// Returns `None` for an upgrade request, an entry of another program, or an entry whose token is
-/// not its creation revision.
-pub(crate) fn forget_token(entry: &KeyValue) -> Option<Vec<u8>> {
+/// Returns the record of a waiting claim with `z` before its word: its token is then taken at the
+/// grant. Returns `None` for an upgrade request, an entry of another program, or an entry whose
+/// token is not its creation revision.
+pub(crate) fn record_without_token(entry: &KeyValue) -> Option<Vec<u8>> {
     let EntryRecord { entry: queued, id, token, .. } = EntryRecord::of(entry);
     match (queued, id) {
         (QueuedEntry::Claim(mode), Some(_)) if token == entry.create_revision => {

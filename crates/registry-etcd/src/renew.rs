@@ -155,12 +155,17 @@ impl EtcdBackend {
         let longer_lease = self.pool.grant(ttl_seconds).await?;
         let attached =
             txn::attach_lease(&renewal.name, renewal.create_revision, longer_lease.id, tombstone);
-        // If the outcome is unknown, the next renewal reads the lease of the key.
         let attached = self.execute(attached).await.map_err(|failure| {
             if let (CallError::LeaseNotFound, Some(lease)) = (&failure, tombstone_lease) {
                 self.tombstones.remove(lease);
             }
-            failure.into_error()
+            let error = failure.into_error();
+            // If the outcome is unknown, the key may be attached to the new lease. The next renewal
+            // then reads the lease of the key.
+            if error.refused() {
+                self.pool.revoke_later(longer_lease.id);
+            }
+            error
         });
         if !attached?.succeeded {
             self.pool.revoke_later(longer_lease.id);
@@ -181,7 +186,7 @@ impl EtcdBackend {
         let results = self.client.call_within(read, idle_timeout).await;
         let results =
             results.and_then(|results| TxnResults::decode(results).map_err(CallError::Other));
-        let mut results = match results {
+        let results = match results {
             Err(CallError::TooManyOperations) if names.len() > 1 => {
                 let (first_half, second_half) = names.split_at(names.len() / 2);
                 let halves = try_join(
@@ -193,17 +198,7 @@ impl EtcdBackend {
             }
             results => results.map_err(CallError::into_error)?,
         };
-        let mut snapshot = KeySnapshot {
-            revision: results.header.revision,
-            term: results.header.raft_term,
-            keys: HashMap::new(),
-        };
-        while let Ok(found) = results.next_key() {
-            if let Some(found) = found {
-                snapshot.keys.insert(found.key.clone(), found);
-            }
-        }
-        Ok(snapshot)
+        KeySnapshot::decode(results, names.len())
     }
 
     async fn finish_renewal(
@@ -212,10 +207,14 @@ impl EtcdBackend {
         mut renewal: PendingRenewal,
         snapshot: &KeySnapshot,
     ) -> RenewalResult {
-        let Some(found) = snapshot.keys.get(&renewal.name) else { return Ok(Renewal::Gone) };
-        if found.create_revision != renewal.create_revision {
+        let is_same = |found: &&KeyValue| found.create_revision == renewal.create_revision;
+        let Some(found) = snapshot.keys.get(&renewal.name).filter(is_same) else {
+            if renewal.new_ttl_seconds.is_some() {
+                // The key that this renewal attached to the new lease was deleted since.
+                self.pool.revoke_later(renewal.lease.id);
+            }
             return Ok(Renewal::Gone);
-        }
+        };
         let mut entry_guard = self.claims.lock_entry(claim).await;
         let entry = entry_guard
             .as_mut()
@@ -317,6 +316,17 @@ struct KeySnapshot {
 }
 
 impl KeySnapshot {
+    /// Decodes the response to [`txn::read_keys`] of `count` names.
+    fn decode(mut results: TxnResults, count: usize) -> Result<Self, BackendError> {
+        let mut keys = HashMap::new();
+        for _ in 0..count {
+            if let Some(found) = results.next_key()? {
+                keys.insert(found.key.clone(), found);
+            }
+        }
+        Ok(Self { revision: results.header.revision, term: results.header.raft_term, keys })
+    }
+
     /// Merges two results. The result has the lower revision and the lower term.
     fn merge(mut self, other: Self) -> Self {
         self.keys.extend(other.keys);
@@ -327,3 +337,37 @@ impl KeySnapshot {
 
 /// The minimum idle time-out of a connection, regardless of the lease.
 const IDLE_TIMEOUT_MIN: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use registry_core::BackendErrorKind;
+
+    use super::*;
+    use crate::proto::{
+        DeleteRangeResponse, OpResponse, RangeResponse, ResponseHeader, ResponseOp, TxnResponse,
+    };
+
+    fn found(name: &str) -> OpResponse {
+        let entry = KeyValue { key: name.into(), ..KeyValue::default() };
+        OpResponse::Range(RangeResponse { kvs: vec![entry], ..RangeResponse::default() })
+    }
+
+    fn decode(parts: Vec<OpResponse>) -> Result<KeySnapshot, BackendError> {
+        let response = TxnResponse {
+            header: Some(ResponseHeader { revision: 7, raft_term: 1 }),
+            succeeded: true,
+            responses: parts.into_iter().map(|part| ResponseOp { response: Some(part) }).collect(),
+        };
+        KeySnapshot::decode(TxnResults::decode(response).unwrap(), 2)
+    }
+
+    #[test]
+    fn a_malformed_response_is_an_error_and_not_a_loss() {
+        assert_eq!(decode(vec![found("a"), found("b")]).unwrap().keys.len(), 2);
+        let deleted = OpResponse::Delete(DeleteRangeResponse::default());
+        for parts in [vec![found("a")], vec![deleted, found("b")]] {
+            let error = decode(parts).err().unwrap();
+            assert_eq!(error.kind(), BackendErrorKind::Protocol);
+        }
+    }
+}

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use futures_util::future::{BoxFuture, FutureExt as _, WeakShared};
 use registry_core::{BackendError, Moment};
 
 use crate::keep_alive::{KeepAlive, KeepAliveOutcome, PendingKeepAlive};
@@ -26,11 +26,12 @@ use crate::pool::LeasePool;
 pub(crate) struct TombstoneLeases {
     leases: Mutex<HashMap<i64, TombstoneLease>>,
     /// The `LeaseGrant` requests in progress. All callers that need the same lease await one
-    /// response.
+    /// response. The references are weak: if all these callers panic or are dropped, the next
+    /// caller sends a new request.
     pending_grants: Mutex<HashMap<i64, PendingGrant>>,
 }
 
-type PendingGrant = Shared<BoxFuture<'static, Result<EtcdLease, BackendError>>>;
+type PendingGrant = WeakShared<BoxFuture<'static, Result<EtcdLease, BackendError>>>;
 
 #[derive(Debug)]
 struct TombstoneLease {
@@ -58,13 +59,22 @@ impl TombstoneLeases {
             if let Some(lease) = self.find_and_extend(ttl_seconds, keep_alive) {
                 return Ok(lease);
             }
-            let start_grant =
-                || pool.grant(ttl_seconds.saturating_mul(TOMBSTONE_TTL_FACTOR)).boxed().shared();
-            pending_grants.entry(ttl_seconds).or_insert_with(start_grant).clone()
+            match pending_grants.get(&ttl_seconds).and_then(WeakShared::upgrade) {
+                Some(pending_grant) => pending_grant,
+                None => {
+                    let grant = pool.grant(ttl_seconds.saturating_mul(TOMBSTONE_TTL_FACTOR));
+                    let pending_grant = grant.boxed().shared();
+                    if let Some(weak) = pending_grant.downgrade() {
+                        pending_grants.insert(ttl_seconds, weak);
+                    }
+                    pending_grant
+                }
+            }
         };
         let granted = pending_grant.clone().await;
         let mut pending_grants = self.pending_grants();
-        if pending_grants.get(&ttl_seconds).is_some_and(|current| current.ptr_eq(&pending_grant)) {
+        let current = pending_grants.get(&ttl_seconds).and_then(WeakShared::upgrade);
+        if current.is_some_and(|current| current.ptr_eq(&pending_grant)) {
             pending_grants.remove(&ttl_seconds);
             if let Ok(lease) = &granted {
                 let tombstone_lease = TombstoneLease {
@@ -148,3 +158,30 @@ impl TombstoneLeases {
 
 /// The duration of a tombstone's lease, as a multiple of the duration of the entry's lease.
 const TOMBSTONE_TTL_FACTOR: i64 = 3;
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::client::EtcdClient;
+    use crate::config::EtcdConfig;
+
+    #[tokio::test]
+    async fn a_dropped_caller_leaves_no_pending_grant() {
+        // Accepts the connection and never responds.
+        let member = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let addr = member.local_addr().unwrap();
+        let config = EtcdConfig::new([(addr.ip().to_string(), addr.port())]);
+        let client = EtcdClient::new(&config).unwrap();
+        let (pool, keep_alive) = (LeasePool::new(client.clone()), KeepAlive::new(client));
+        let leases = TombstoneLeases::default();
+        let first = Box::pin(leases.find_or_grant(3, &pool, &keep_alive));
+        let mut second = Box::pin(leases.find_or_grant(3, &pool, &keep_alive));
+        let is_pending = || leases.pending_grants().values().any(|it| it.upgrade().is_some());
+        assert!(second.as_mut().now_or_never().is_none() && is_pending());
+        assert!(first.now_or_never().is_none() && is_pending(), "the other caller still awaits it");
+        drop(second);
+        assert!(!is_pending());
+    }
+}

@@ -359,7 +359,7 @@ pub(crate) fn with_deletion(mut txn: TxnRequest, name: &[u8]) -> TxnRequest {
 }
 
 /// Like [`delete_with_tombstone`]. If `name` has this revision, first reads the predecessor.
-pub(crate) fn remove_entry(
+pub(crate) fn dequeue_exclusive(
     queue: &[u8],
     name: &[u8],
     create_revision: i64,

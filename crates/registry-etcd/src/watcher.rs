@@ -6,14 +6,16 @@ use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::Duration;
 
 use futures_util::stream::poll_fn;
 use registry_core::{InvalidationSet, Key};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::client::{EtcdClient, Reconnect};
+use crate::keep_alive::PAUSE_MIN;
 use crate::names::prefix_end;
 use crate::proto::{
     NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchEvent, WatchProgressRequest,
@@ -228,6 +230,13 @@ impl Watches {
         true
     }
 
+    /// Inserts the watch of a command that no stream has served.
+    fn insert_unserved(&mut self, command: WatchCommand) {
+        if let WatchCommand::Create { id, scope, recipient, state, .. } = command {
+            self.0.insert(id, (recipient, scope, state));
+        }
+    }
+
     fn mark_established(&self, id: i64) {
         if let Some((.., state)) = self.0.get(&id) {
             state.is_established.store(true, Ordering::Release);
@@ -259,21 +268,41 @@ async fn run_watcher(
     subscribers: Arc<InvalidationSet>,
 ) {
     let mut watches = Watches::default();
+    let mut pause = PAUSE_MIN;
     while let Some(command) = commands.recv().await {
+        if matches!(command, WatchCommand::Cancel(_)) {
+            // Without a stream, no watch exists.
+            continue;
+        }
         // All watches end with their stream, because the stream can no longer report deletions.
-        serve_stream(&client, &mut commands, command, &mut watches, &subscribers).await;
+        let was_served =
+            serve_stream(&client, &mut commands, command, &mut watches, &subscribers).await;
         watches.end_all(&subscribers);
+        if was_served {
+            pause = PAUSE_MIN;
+        } else {
+            // A member or a proxy may end each stream immediately. The pause limits the rate of new
+            // connections and logins.
+            sleep(pause).await;
+            // The watches of all queued commands end, so that their callers do not rely on them.
+            while let Ok(command) = commands.try_recv() {
+                watches.insert_unserved(command);
+            }
+            watches.end_all(&subscribers);
+            pause = (pause * 2).min(STREAM_PAUSE_MAX);
+        }
     }
 }
 
-/// Serves one stream until it ends.
+/// Serves one stream until it ends. Returns true if the stream received a response, or if another
+/// caller dropped the connection after the stream was opened.
 async fn serve_stream(
     client: &EtcdClient,
     commands: &mut mpsc::UnboundedReceiver<WatchCommand>,
     first_command: WatchCommand,
     watches: &mut Watches,
     subscribers: &InvalidationSet,
-) {
+) -> bool {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     // Returns false if the stream no longer accepts requests.
     let apply_command = |command: WatchCommand, watches: &mut Watches| match command {
@@ -293,17 +322,18 @@ async fn serve_stream(
             watches.0.remove(&id).is_none() || requests.send(cancel_request(id)).is_ok()
         }
     };
-    if !apply_command(first_command, watches) || watches.0.is_empty() {
-        return;
+    if !apply_command(first_command, watches) {
+        return false;
     }
-    let Ok(connection) = client.get_or_connect().await else { return };
+    let Ok(connection) = client.get_or_connect().await else { return false };
     let mut disconnects = client.disconnects();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let Ok(mut responses) = client.open_stream(&connection, WATCH, outgoing).await else {
         client.disconnect(connection.id, Reconnect::NextMember);
-        return;
+        return false;
     };
     connection.record_receive();
+    let mut has_response = false;
     // The time of the last progress request. `None` if data has arrived since.
     let mut progress_requested_at: Option<Instant> = None;
     loop {
@@ -313,21 +343,22 @@ async fn serve_stream(
         tokio::select! {
             command = commands.recv() => {
                 if !command.is_some_and(|command| apply_command(command, watches)) {
-                    return;
+                    return has_response;
                 }
             }
             response = responses.message() => {
                 let Ok(Some(response)) = response else {
                     client.disconnect(connection.id, Reconnect::NextMember);
-                    return;
+                    return has_response;
                 };
+                has_response = true;
                 connection.record_receive();
                 progress_requested_at = None;
                 let WatchResponse { watch_id, created, canceled, events } = response;
                 if canceled && watch_id < 0 {
                     // The member could not create a watch. Its response contains no id, so the
                     // affected caller is unknown. All watches therefore end with the stream.
-                    return;
+                    return has_response;
                 }
                 if created && !canceled {
                     watches.mark_established(watch_id);
@@ -342,14 +373,14 @@ async fn serve_stream(
             }
             disconnected = disconnects.wait_for(|&last| last >= connection.id) => {
                 drop(disconnected);
-                return;
+                return true;
             }
             () = sleep_until(liveness_check_at), if has_watches => {
                 if connection.has_received_within(client.response_timeout()) {
                     progress_requested_at = None;
                 } else if progress_requested_at.is_some() {
                     client.disconnect(connection.id, Reconnect::NextMember);
-                    return;
+                    return has_response;
                 } else {
                     // Without events, a live stream also receives nothing. The member answers a
                     // progress request only over a live stream.
@@ -366,4 +397,7 @@ fn cancel_request(watch_id: i64) -> WatchRequest {
     WatchRequest { request: Some(WatchUnion::Cancel(WatchCancelRequest { watch_id })) }
 }
 
+/// The maximum pause after a stream that received nothing. A new holder's watch must be established
+/// within [`GRANT_DELAY`](crate::queue::GRANT_DELAY).
+const STREAM_PAUSE_MAX: Duration = Duration::from_millis(200);
 const DELETED: i32 = 1;

@@ -78,8 +78,9 @@ pub trait Fence<DB: Database> {
     ///
     /// In MariaDB and MySQL, the fence locks one row: `FOR UPDATE` for an exclusive lease,
     /// otherwise `LOCK IN SHARE MODE`. If several claims hold the key, an open transaction blocks
-    /// the grants, renewals and releases of all of them. The fence does not block other locks, but
-    /// it blocks renewals of this lease. So the transaction must end well before the lease does.
+    /// the grants, renewals and releases of all of them. The fence does not block other
+    /// locks, but it blocks renewals of this lease. So the transaction must end well before the
+    /// lease does.
     ///
     /// With `REPEATABLE READ`, the default of MariaDB and MySQL, fence before the transaction reads
     /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that
@@ -94,6 +95,12 @@ pub trait Fence<DB: Database> {
     /// In PostgreSQL, a rollback to a savepoint also undoes a fence that is newer than the
     /// savepoint. Fence the outermost transaction, or make sure that the rollback also undoes all
     /// protected writes.
+    ///
+    /// The fence waits while another transaction has the row locked, for example a transaction that
+    /// has acquired the key by `lock_in` after the end of this lease. In PostgreSQL the wait has no
+    /// limit, unless `lock_timeout` is set in the session of the fenced transaction. In MariaDB and
+    /// MySQL, `innodb_lock_wait_timeout` of that session is the limit. At the limit, the fence
+    /// returns [`FenceError::Busy`].
     ///
     /// The fence locks the row even if it then finds that the lock is lost. In that case, call
     /// [`Transaction::rollback`] at once: a dropped transaction is rolled back only when its
@@ -164,8 +171,9 @@ pub enum FenceError {
         /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// A statement of the store on its own connection failed. Only for session locks.
-    #[error("fence on {key:?} failed")]
+    /// A statement of the store on its own connection failed, for session locks. In SQLite, the
+    /// state of the store's files cannot be read.
+    #[error("fence on {key:?} failed; roll back, and check the store's error")]
     #[non_exhaustive]
     Backend {
         /// The key.

@@ -5,11 +5,12 @@
 //! lock and leases of the same key exclude each other.
 
 use std::future::Future;
+use std::io;
 use std::time::Duration;
 
 use registry_core::{BackendError, FencingToken, InvalidKey, Key};
 use sqlx::{Database, Transaction};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 /// Acquires locks within a transaction of the caller. The transaction must be on the database that
 /// stores the locks. [`Registry`](registry_core::Registry) implements it for `sqlx::Postgres` and
@@ -220,8 +221,12 @@ pub enum LockInError {
         /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// The transaction's connection failed, or the database could not run a statement.
-    #[error("lock_in on {key:?} failed in the database; roll back, and check the database's error")]
+    /// The transaction's connection failed or did not answer in time, or the database could not run
+    /// a statement. After an I/O error, drop the transaction and its connection: a rollback would
+    /// wait for the same connection.
+    #[error(
+        "lock_in on {key:?} failed in the database; check the database's error, and roll back, or after an I/O error drop the connection"
+    )]
     #[non_exhaustive]
     Database {
         /// The key.
@@ -231,7 +236,7 @@ pub enum LockInError {
     },
     /// Only in MariaDB and MySQL: a statement on one of the store's own connections failed, or the
     /// server of the transaction is read-only. Roll back.
-    #[error("lock_in on {key:?} failed")]
+    #[error("lock_in on {key:?} failed; roll back, and check the store's error")]
     #[non_exhaustive]
     Backend {
         /// The key.
@@ -280,6 +285,18 @@ impl LockInError {
     }
 }
 
+/// Waits for the response to a statement of the caller's transaction. Without a response within
+/// `limit`, returns an I/O error: the caller's connection may be half open.
+pub(crate) async fn response_within<T>(
+    limit: Duration,
+    response: impl Future<Output = Result<T, sqlx::Error>>,
+) -> Result<T, sqlx::Error> {
+    timeout(limit, response).await.unwrap_or_else(|_| {
+        let message = format!("the server did not answer within {limit:?}");
+        Err(sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, message)))
+    })
+}
+
 /// The deadline of a wait. `None` if the wait has no time limit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline(Option<Instant>);
@@ -293,5 +310,18 @@ impl Deadline {
 
     pub(crate) fn remaining(self) -> Duration {
         self.0.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_missing_response_of_the_callers_connection_is_an_error() {
+        let no_response = std::future::pending::<Result<(), sqlx::Error>>();
+        let error = response_within(Duration::ZERO, no_response).await.unwrap_err();
+        let sqlx::Error::Io(cause) = error else { panic!("{error:?}") };
+        assert_eq!(cause.kind(), io::ErrorKind::TimedOut);
     }
 }

@@ -21,7 +21,7 @@ use crate::invalidations::InvalidationForwarder;
 use crate::multi_claim::AttemptResult;
 use crate::quorum::Quorum;
 use crate::store::{
-    AcquireResult, BatchResult, RedisStore, Released, key_names, unexpected_response,
+    AcquireResult, BatchResult, CorruptRecord, RedisStore, Released, key_names, unexpected_response,
 };
 
 /// A lock store on Redis or Valkey servers.
@@ -193,7 +193,14 @@ impl LockBackend for RedisBackend {
             }
         };
         let outcome = outcome.map_err(|error| self.with_address(error))?;
-        Ok(self.to_attempt(outcome, claim))
+        let attempt = self.to_attempt(outcome, claim);
+        if matches!(&attempt, Attempt::Busy(busy) if busy.is_queued || busy.units_in_store.is_some())
+        {
+            // The attempt has written or removed its queue entry, which ends the tracking of the
+            // key.
+            self.verify_other_grants(claim.key());
+        }
+        Ok(attempt)
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -309,7 +316,7 @@ impl LockAdmin for RedisBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         match &*self.storage {
             Storage::Single(store) => store
-                .inspect_keys(std::slice::from_ref(key))
+                .inspect_keys(std::slice::from_ref(key), CorruptRecord::IsError)
                 .await
                 .map(|found| found.into_iter().map(|found| found.holder).collect()),
             Storage::Quorum(quorum) => {

@@ -17,7 +17,9 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use registry_core::BackendError;
 
 use crate::config::{RedisConfig, ServerAddress, ServerAddresses};
-use crate::error::{error_of_script_command, invalid_client_config, to_backend_error};
+use crate::error::{
+    error_of_script_command, invalid_client_config, to_backend_error, unsupported_durability,
+};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 use crate::script::ScriptCall;
@@ -140,7 +142,7 @@ impl RedisConnections {
             // the required durability.
             node.check_durability().await.map_err(|error| {
                 if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
-                    invalid_client_config(&error).with_address(self.topology.address(&node))
+                    unsupported_durability(&error).with_address(self.topology.address(&node))
                 } else {
                     refused(error)
                 }

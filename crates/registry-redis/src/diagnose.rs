@@ -95,7 +95,8 @@ impl RedisStore {
                      channels and commands that the book lists for this layout",
                 ));
             }
-            // The server executes the command for the channels of its own slots.
+            // The probe channel belongs to another server's slot. The redirection shows that this
+            // server supports `SPUBLISH`.
             Err(error) if is_redirection(&error) => {}
             Err(error) if !error.is_retryable() => findings.push(Finding::warning(format!(
                 "the server does not execute {}: releases wake no waiter, and waiters poll; set publish=plain",
@@ -143,7 +144,9 @@ impl RedisStore {
         let response = self.connections.send_command(&node, &redis::cmd("TIME")).await?;
         let after = local_time();
         let (seconds, micros): (i64, i64) = parse_response(response)?;
-        Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
+        let local = before + (after - before) / 2;
+        let server = seconds.checked_mul(1_000_000).and_then(|us| us.checked_add(micros));
+        server.and_then(|us| us.checked_sub(local)).ok_or_else(unexpected_response)
     }
 
     /// Fetches the `run_id` of a single server. Each start of the server process changes the

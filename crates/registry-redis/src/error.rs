@@ -1,5 +1,9 @@
 //! Maps the errors of the server and of the client library to `BackendError`.
 
+use std::error::Error as _;
+use std::io;
+use std::sync::Arc;
+
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 use registry_core::{BackendError, BackendErrorKind};
 
@@ -8,6 +12,18 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 /// Returns a `Misconfigured` error for a configuration that cannot work. Its source is `error`.
 pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
     let message = "redis: the configuration cannot be used; see the source of this error";
+    BackendError::new(Misconfigured, message).with_source(error.clone()).as_refused()
+}
+
+/// Returns the error of a server that does not support the required durability. `error` is the
+/// server's response to `WAIT` or `WAITAOF`.
+pub(crate) fn unsupported_durability(error: &RedisError) -> BackendError {
+    let detail = error.detail().unwrap_or_default();
+    // A replica refuses both commands. The text of `error` then names the cause.
+    if !detail.contains("WAITAOF") || detail.contains("replica instances") {
+        return invalid_client_config(error);
+    }
+    let message = "redis: the server cannot confirm writes to its disk (`fsync`); use Redis 7.2 or later with `appendonly yes`";
     BackendError::new(Misconfigured, message).with_source(error.clone()).as_refused()
 }
 
@@ -21,12 +37,29 @@ pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
     if refused { backend_error.as_refused() } else { backend_error }
 }
 
-/// Returns whether a member of a cluster does not have the slot of a command.
+/// Returns whether the server answered `MOVED` or `ASK`.
 pub(crate) fn is_redirection(error: &BackendError) -> bool {
-    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
-    source.map(RedisError::kind).is_some_and(|kind| {
-        matches!(kind, ErrorKind::Server(ServerErrorKind::Moved | ServerErrorKind::Ask))
-    })
+    matches!(
+        kind_of_source(error),
+        Some(ErrorKind::Server(ServerErrorKind::Moved | ServerErrorKind::Ask))
+    )
+}
+
+/// Returns whether the server answered with an error that a script may raise after it has written.
+pub(crate) fn may_follow_a_write(error: &BackendError) -> bool {
+    match kind_of_source(error) {
+        // The server has not executed the script.
+        Some(ErrorKind::Server(
+            ServerErrorKind::NoScript | ServerErrorKind::Moved | ServerErrorKind::Ask,
+        )) => false,
+        Some(ErrorKind::Server(_) | ErrorKind::Extension) => true,
+        _ => false,
+    }
+}
+
+/// Returns the kind of the client library's error, if any.
+fn kind_of_source(error: &BackendError) -> Option<ErrorKind> {
+    error.source().and_then(|source| source.downcast_ref()).map(RedisError::kind)
 }
 
 /// Returns the error of the command that failed inside a script. Redis before version 7 returns it
@@ -63,6 +96,7 @@ fn redact_user(error: &RedisError) -> Option<RedisError> {
 
 const CONNECTION_LOST: &str =
     "the connection was lost; check the network and that the server still runs";
+const UNREACHABLE: &str = "the host cannot be found or reached; check its name and the network";
 const UNEXPECTED_ERROR: &str =
     "the server returned an unexpected error; see the source of this error";
 
@@ -103,13 +137,14 @@ fn classify(error: &RedisError) -> RedisErrorClass {
             Transient,
             "the server did not respond in time; check its load and the network",
         ),
-        ErrorKind::Io => {
-            classify_tls_error(error).unwrap_or(unknown_outcome(Transient, CONNECTION_LOST))
-        }
+        ErrorKind::Io => classify_connect_error(error)
+            .or_else(|| classify_tls_error(error))
+            .unwrap_or(unknown_outcome(Transient, CONNECTION_LOST)),
         ErrorKind::Client | ErrorKind::ClusterConnectionNotFound => {
             refused(Transient, "there is no connection to the server; check that it runs")
         }
-        ErrorKind::Server(kind) => classify_server_error(kind, error.code()),
+        ErrorKind::Server(kind) => classify_select_error(error)
+            .unwrap_or_else(|| classify_server_error(kind, error.code())),
         ErrorKind::Extension => classify_code(error.code()),
         // The client library reports a truncated response as a parse error.
         ErrorKind::Parse if error.to_string().contains("end of input") => {
@@ -130,6 +165,50 @@ fn classify(error: &RedisError) -> RedisErrorClass {
             "the client library reported an unknown error; see the source of this error",
         ),
     }
+}
+
+/// Classifies an I/O error that prevents a connection.
+fn classify_connect_error(error: &RedisError) -> Option<RedisErrorClass> {
+    // The standard library has no public kind for a failed name resolution.
+    if error.to_string().contains("failed to lookup address information") {
+        return Some(refused(Transient, UNREACHABLE));
+    }
+    match io_error(error)?.kind() {
+        // An open connection can fail with these errors too, so the outcome is unknown.
+        io::ErrorKind::PermissionDenied => Some(unknown_outcome(
+            Transient,
+            "the system denied the connection; check the permissions of the socket, or the firewall",
+        )),
+        io::ErrorKind::HostUnreachable
+        | io::ErrorKind::NetworkUnreachable
+        | io::ErrorKind::NetworkDown => Some(unknown_outcome(Transient, UNREACHABLE)),
+        _ => None,
+    }
+}
+
+/// Returns the I/O error that the client library has wrapped.
+fn io_error(error: &RedisError) -> Option<&io::Error> {
+    let source: &Arc<dyn std::error::Error + Send + Sync> = error.source()?.downcast_ref()?;
+    source.downcast_ref()
+}
+
+/// Classifies an error of `SELECT`. The client library keeps only its text and not its code.
+fn classify_select_error(error: &RedisError) -> Option<RedisErrorClass> {
+    if !error.to_string().starts_with("Redis server refused to switch database") {
+        return None;
+    }
+    let detail = error.detail().unwrap_or_default();
+    let missing_database = ["out of range", "cluster mode", "unknown command"];
+    Some(if detail.contains("permissions") {
+        classify_server_error(ServerErrorKind::NoPerm, None)
+    } else if missing_database.iter().any(|text| detail.contains(text)) {
+        refused(
+            Misconfigured,
+            "the server does not have this database; use a smaller database number, or none",
+        )
+    } else {
+        refused(Transient, "the server did not select the database; see the source of this error")
+    })
 }
 
 /// Classifies a failure of the TLS handshake. The client library reports its cause only as text.
@@ -324,6 +403,71 @@ mod tests {
         }
         let error = redis::parse_redis_value(b"?nonsense\r\n").unwrap_err();
         assert_eq!(classify(&error).kind, Protocol, "{error:?}");
+    }
+
+    #[test]
+    fn an_error_of_select_is_classified_by_its_text() {
+        for (detail, kind) in [
+            ("DB index is out of range", Misconfigured),
+            ("value is not an integer or out of range", Misconfigured),
+            ("SELECT is not allowed in cluster mode", Misconfigured),
+            ("this user has no permissions to run the 'select' command", Denied),
+            ("User worker has no permissions to run the 'select' command", Denied),
+            ("Redis is busy running a script.", Transient),
+            ("Redis is loading the dataset in memory", Transient),
+        ] {
+            let text = "Redis server refused to switch database";
+            let kind_of_select = ErrorKind::Server(ServerErrorKind::ResponseError);
+            let class = classify(&(kind_of_select, text, detail.to_owned()).into());
+            assert_eq!((class.kind, class.refused), (kind, true), "{detail}");
+        }
+    }
+
+    #[test]
+    fn an_io_error_while_connecting_is_classified() {
+        let lookup = "failed to lookup address information: Name or service not known";
+        for (error, kind, refused) in [
+            (io::Error::from(io::ErrorKind::PermissionDenied), Transient, false),
+            (io::Error::other(lookup), Transient, true),
+            (io::Error::from(io::ErrorKind::HostUnreachable), Transient, false),
+        ] {
+            let class = classify(&error.into());
+            assert_eq!((class.kind, class.refused), (kind, refused), "{}", class.message);
+            assert_ne!(class.message, CONNECTION_LOST);
+        }
+    }
+
+    #[test]
+    fn an_unsupported_fsync_names_the_required_version_and_setting() {
+        for detail in [
+            "unknown command 'WAITAOF', with args beginning with: '1' '0' '1' ",
+            "WAITAOF cannot be used when numlocal is set but appendonly is disabled.",
+        ] {
+            let kind = ErrorKind::Server(ServerErrorKind::ResponseError);
+            let error = unsupported_durability(&(kind, "error", detail.to_owned()).into());
+            assert_eq!((error.kind(), error.refused()), (Misconfigured, true));
+            for word in ["`fsync`", "7.2", "`appendonly yes`"] {
+                assert!(error.message().contains(word), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_an_error_of_an_executed_script_may_follow_a_write() {
+        for (line, expected) in [
+            ("-NOSCRIPT No matching script.\r\n", false),
+            ("-MOVED 3999 127.0.0.1:6381\r\n", false),
+            ("-ASK 3999 127.0.0.1:6381\r\n", false),
+            ("-BUSY later\r\n", true),
+            ("-OOM command not allowed when used memory > 'maxmemory'.\r\n", true),
+            ("-ERR something else\r\n", true),
+        ] {
+            let response = redis::parse_redis_value(line.as_bytes()).unwrap();
+            let error = to_backend_error(&response.extract_error().unwrap_err());
+            assert_eq!(may_follow_a_write(&error), expected, "{line}");
+        }
+        let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
+        assert!(!may_follow_a_write(&to_backend_error(&refused.into())));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use registry_core::{BackendError, BackendErrorKind, FencingToken};
 
 use crate::config::{RedisConfig, ServerAddresses};
 use crate::connections::RedisConnections;
+use crate::error::may_follow_a_write;
 use crate::invalidations::InvalidationForwarder;
 use crate::names::{FENCE_PREFIX, tagged_name};
 use crate::script::Script;
@@ -22,8 +23,8 @@ use crate::store::{channel_scheme, key_names, unexpected_response};
 /// come from any store.
 ///
 /// The newest token of a resource `KEY` is stored under `lock-registry:fence:{KEY}`, without an
-/// expiry. If `KEY` already contains a hash tag, no braces are added. Delete this key together with
-/// the resource, once no holder can have an old token.
+/// expiry. If `KEY` already contains a hash tag, the stored key is `lock-registry:fence:=KEY`.
+/// Delete this key together with the resource, once no holder can have an old token.
 ///
 /// # Examples
 /// ```no_run
@@ -76,10 +77,12 @@ pub enum ScriptReply {
 /// A Lua script that runs only if no larger token has written to the resource.
 ///
 /// The body receives its own `KEYS` and `ARGV`, and may return any value that [`ScriptReply`] can
-/// represent. You can also run the script with another Redis client. Send [`source`](Self::source)
-/// with the token key before the body's keys, and the token before the body's arguments. The script
-/// returns `{1, reply}`, or `{1}` if the body returns nothing. If a larger token has written, the
-/// script returns `{0, newest token}`.
+/// represent. Only the first of several return values counts.
+///
+/// You can also run the script with another Redis client. Send [`source`](Self::source) with the
+/// token key before the body's keys, and the token before the body's arguments. The script returns
+/// `{1, reply}`, or `{1}` if the body returns nothing. If a larger token has written, the script
+/// returns `{0, newest token}`.
 #[derive(Clone)]
 pub struct FencedScript(std::sync::Arc<Script>);
 
@@ -88,7 +91,7 @@ impl FencedScript {
     #[must_use]
     pub fn new(body: &str) -> Self {
         let head = include_str!("script/fenced.lua");
-        let source = format!("{head}{body}\nend\nreturn {{1, body(KEYS, ARGV)}}\n");
+        let source = format!("{head}{body}\nend\nreturn {{1, (body(KEYS, ARGV))}}\n");
         Self(std::sync::Arc::new(Script::new(source)))
     }
 
@@ -225,13 +228,10 @@ impl FencedWrites {
             call = call.arg(*argument);
         }
         let slot = if self.is_cluster { hash_slot(resource) } else { 0 };
-        let response =
-            self.connections.run(slot, &call).await.map_err(|error| match error.kind() {
-                // The server refused the whole script, or the request was not sent.
-                BackendErrorKind::Transient => error,
-                // A command of the script may have failed after earlier commands had written.
-                _ => error.as_unknown(),
-            })?;
+        let response = self.connections.run(slot, &call).await.map_err(|error| {
+            // A command of the script may have failed after earlier commands had written.
+            if may_follow_a_write(&error) { error.as_unknown() } else { error }
+        })?;
         match response {
             Value::Array(parts) => match &parts[..] {
                 [Value::Int(1)] => Ok(Fenced::Written(ScriptReply::Nil)),

@@ -7,7 +7,7 @@
 //! this connection, because the client library can mistake a push message for the response to a
 //! command.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -100,12 +100,17 @@ impl ReleaseListener {
         }
     }
 
-    /// Requests a subscription to the channel `name`, unless the table contains the channel.
-    /// Returns the sequence number of the channel's last event.
+    /// Requests a subscription to the channel `name`, unless the table contains the channel or the
+    /// task has ended. Returns the sequence number of the channel's last event.
     fn ensure_subscribed(&self, name: Arc<str>) -> u64 {
+        // Without the task, no message arrives and nothing removes a channel. The engine polls.
+        let has_task = self.table.waiters.has_task();
         let mut channels = self.table.channels();
+        if !has_task {
+            return channels.get(&name).map_or(0, |channel| channel.last_event);
+        }
         let channel = channels.entry(Arc::clone(&name)).or_insert_with(|| {
-            // After `close` the send fails and no message arrives. The engine polls.
+            // The send fails if the task ends meanwhile.
             let _ = self.subscribe_requests.send(name);
             ReleaseChannel::default()
         });
@@ -228,11 +233,14 @@ async fn run(
                 // to no subscription.
                 DisconnectReason::NotSubscribed => {}
                 // The connection was usable until now, so the pause restarts at its minimum.
-                DisconnectReason::ConnectionLost => pause = RETRY_PAUSE_MIN,
+                DisconnectReason::ConnectionEnded => pause = RETRY_PAUSE_MIN,
                 DisconnectReason::ListenerDropped => return,
             }
         }
         table.remove_idle();
+        // The next connection subscribes to all channels of the table. Without this, the queue
+        // would grow during an outage.
+        while subscribe_requests.try_recv().is_ok() {}
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(RETRY_PAUSE_MAX);
     }
@@ -242,7 +250,7 @@ async fn run(
 enum DisconnectReason {
     /// The server has not responded to the first subscriptions.
     NotSubscribed,
-    ConnectionLost,
+    ConnectionEnded,
     ListenerDropped,
 }
 
@@ -267,10 +275,13 @@ async fn serve(
     let mut cleanup = tokio::time::interval(UNUSED_CHANNEL_CHECK_INTERVAL);
     cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut ticks = 0_u32;
+    let mut unsubscribed = HashSet::new();
     loop {
         let is_usable = tokio::select! {
             biased;
-            push = pushes.recv() => push.is_some_and(|push| handle_push(table, push)),
+            push = pushes.recv() => {
+                push.is_some_and(|push| handle_push(table, push, &mut unsubscribed))
+            }
             request = subscribe_requests.recv() => {
                 let Some(name) = request else { return DisconnectReason::ListenerDropped };
                 let mut names = vec![name];
@@ -286,8 +297,7 @@ async fn serve(
             _ = cleanup.tick() => {
                 ticks = ticks.wrapping_add(1);
                 let idle = table.remove_idle();
-                let command = if table.scheme.is_sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
-                let is_sent = send_for_all(&mut connection, command, &idle).await;
+                let is_sent = unsubscribe(table, &mut connection, &idle, &mut unsubscribed).await;
                 // PING detects a connection that died without a TCP reset.
                 is_sent && (!ticks.is_multiple_of(PING_TICKS) || ping_succeeds(&mut connection).await)
             }
@@ -295,13 +305,14 @@ async fn serve(
         if !is_usable {
             // Messages are lost until the next connection. Its first subscriptions wake all
             // waiters.
-            return DisconnectReason::ConnectionLost;
+            return DisconnectReason::ConnectionEnded;
         }
     }
 }
 
-/// Handles a push message. Returns false if the connection is no longer usable.
-fn handle_push(table: &ChannelTable, push: PushInfo) -> bool {
+/// Handles a push message. `unsubscribed` contains the channels for which a reply to an own
+/// `SUNSUBSCRIBE` is due. Returns false if the connection is no longer usable.
+fn handle_push(table: &ChannelTable, push: PushInfo, unsubscribed: &mut HashSet<Arc<str>>) -> bool {
     let text = |value: Option<&Value>| match value {
         Some(Value::BulkString(text)) => String::from_utf8(text.clone()).ok(),
         _ => None,
@@ -326,7 +337,8 @@ fn handle_push(table: &ChannelTable, push: PushInfo) -> bool {
         // A channel that is still in the table was unsubscribed by the server, because its slot has
         // moved. The client library may have mistaken this message for the response to a command,
         // so the connection is unusable.
-        PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.contains(&name)),
+        PushKind::SUnsubscribe => text(push.data.first())
+            .is_none_or(|name| unsubscribed.remove(name.as_str()) || !table.contains(&name)),
         PushKind::Disconnection => false,
         _ => true,
     }
@@ -353,6 +365,29 @@ async fn subscribe(
                 Err(_) => {}
             }
         }
+    }
+    true
+}
+
+/// Unsubscribes from channels. Adds the channels to `unsubscribed` for which the server sends an
+/// `SUNSUBSCRIBE` message. Returns false if the connection is no longer usable.
+async fn unsubscribe(
+    table: &ChannelTable,
+    connection: &mut MultiplexedConnection,
+    names: &[Arc<str>],
+    unsubscribed: &mut HashSet<Arc<str>>,
+) -> bool {
+    if !table.scheme.is_sharded {
+        return send_for_all(connection, "UNSUBSCRIBE", names).await;
+    }
+    for names in names.chunks(CHANNELS_PER_PIPELINE) {
+        let Some(responses) = send_pipeline(connection, "SUNSUBSCRIBE", names).await else {
+            return false;
+        };
+        let confirmed = names.iter().zip(&responses);
+        let confirmed =
+            confirmed.filter(|(_, response)| !matches!(response, Value::ServerError(_)));
+        unsubscribed.extend(confirmed.map(|(name, _)| Arc::clone(name)));
     }
     true
 }
@@ -402,3 +437,46 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The number of channels per pipeline.
 const CHANNELS_PER_PIPELINE: usize = 500;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Layout;
+
+    fn table() -> ChannelTable {
+        let names = RedisKeyNames::new(Layout::Native, "n", true);
+        ChannelTable {
+            scheme: ChannelScheme { names, is_sharded: true },
+            channels: Mutex::default(),
+            waiters: Waiters::default(),
+            reset_requested: Notify::new(),
+        }
+    }
+
+    fn unsubscription(name: &str) -> PushInfo {
+        let data = vec![Value::BulkString(name.as_bytes().to_vec()), Value::Int(0)];
+        PushInfo { kind: PushKind::SUnsubscribe, data }
+    }
+
+    #[test]
+    fn a_reply_to_an_own_unsubscription_does_not_end_the_connection() {
+        let table = table();
+        // A waiter has requested the channel again.
+        table.channels().insert("k".into(), ReleaseChannel::default());
+        let mut unsubscribed = HashSet::from(["k".into()]);
+        assert!(handle_push(&table, unsubscription("k"), &mut unsubscribed));
+        let is_usable = handle_push(&table, unsubscription("k"), &mut unsubscribed);
+        assert!(!is_usable, "the slot of the channel has moved");
+    }
+
+    #[tokio::test]
+    async fn a_closed_listener_collects_no_channels() {
+        let connecting = std::future::pending::<redis::RedisResult<MultiplexedConnection>>;
+        let connector: Connector = Arc::new(move |_| Box::pin(connecting()));
+        let listener = ReleaseListener::new(connector, table().scheme);
+        listener.ensure_subscribed("before".into());
+        listener.close();
+        assert_eq!(listener.ensure_subscribed("after".into()), 0, "a wait goes on");
+        assert!(listener.table.contains("before") && !listener.table.contains("after"));
+    }
+}

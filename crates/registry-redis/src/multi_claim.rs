@@ -169,6 +169,10 @@ impl RedisStore {
                 };
                 return Ok(AttemptResult::FromRecord(Attempt::Busy(busy), seen.event_seq));
             };
+            // A claim that waits for permits blocks the permits behind it even if enough units are
+            // free. In other modes, the grant of a queued claim blocks the same claims as before.
+            let had_permit_entry = matches!(claim.mode(), ClaimMode::Permits { .. })
+                && record.entries().iter().any(|entry| entry.id == claim.id());
             let unchanged = self.durability.is_required().then(|| record.clone());
             let written = match record.attempt(claim, seen.now) {
                 RecordChange::Nothing(_) if seen.is_guess => continue,
@@ -183,7 +187,9 @@ impl RedisStore {
                 RecordChange::Replace(record, attempt) => {
                     self.replace(claim, &lock, &seen, &record, attempt).await?
                 }
-                RecordChange::Grant(grant) => self.add_grant(claim, &lock, &seen, &grant).await?,
+                RecordChange::Grant(grant) => {
+                    self.add_grant(claim, &lock, &seen, &grant, had_permit_entry).await?
+                }
                 _ => return Err(unexpected_response()),
             };
             match written {
@@ -230,14 +236,13 @@ impl RedisStore {
             .arg(ceil_millis(ttl) + 1)
             .arg(seen.latest_expected_end());
         let is_granted = matches!(attempt, Attempt::Granted(_));
-        if is_granted {
-            // This attempt is a downgrade, withdraws an upgrade, or writes an earlier grant again.
-            // In the first two cases, other claims may then be granted, so the script publishes a
-            // release message.
-            call = call
-                .arg(self.publish_command)
-                .arg(self.names.message(lock))
-                .arg(self.names.channel(lock));
+        // A claim that states other units than the held permits has lost its place in the queue.
+        let has_lost_place =
+            matches!(&attempt, Attempt::Busy(busy) if busy.units_in_store.is_some());
+        if is_granted || has_lost_place {
+            // A granted attempt is a downgrade, withdraws an upgrade, or writes an earlier grant
+            // again. Except in the last case, other claims may then be granted.
+            call = self.with_release_message(call, lock);
         }
         let slot = self.slot(lock);
         let response = if is_granted {
@@ -253,16 +258,17 @@ impl RedisStore {
     }
 
     /// Replaces the value `seen` by a record with a new grant, unless another client has changed
-    /// it.
+    /// it. `wakes_waiters`: other claims may be granted after the change.
     async fn add_grant(
         &self,
         claim: &Claim,
         lock: &str,
         seen: &StoredValue,
         grant: &NewGrant,
+        wakes_waiters: bool,
     ) -> Result<Written, BackendError> {
         let event_seq = last_event_seq();
-        let call = self
+        let mut call = self
             .scripts
             .add_grant
             .call([lock, &self.names.token_key(lock)])
@@ -276,6 +282,9 @@ impl RedisStore {
             .arg(self.token_ttl_ms(claim))
             .arg(grant.until_of_others)
             .arg(grant.since.map_or_else(String::new, |since| format!("{since:016}")));
+        if wakes_waiters {
+            call = self.with_release_message(call, lock);
+        }
         let Value::Array(parts) = self.run_grant(self.slot(lock), &call, claim).await? else {
             return Err(unexpected_response());
         };

@@ -125,8 +125,8 @@ impl RedisKeyNames {
     }
 
     /// Returns a channel of this namespace, to check the right to publish. No lock has this
-    /// channel, with exceptions for the key `}`: in the Spring layout, and in the Redisson layout
-    /// with a brace in the namespace.
+    /// channel, except the key `}`: in the Spring layout, and in the Redisson layout if the
+    /// namespace contains `{`.
     pub(crate) fn probe_channel(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }

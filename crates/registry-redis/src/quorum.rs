@@ -36,7 +36,7 @@ use tokio::time::{Instant, Sleep, sleep};
 use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::last_event_seq;
-use crate::store::{AcquireResult, ClaimHolder, RedisStore};
+use crate::store::{AcquireResult, ClaimHolder, CorruptRecord, RedisStore};
 
 pub(crate) struct Quorum {
     masters: Arc<[Arc<QuorumMaster>]>,
@@ -385,7 +385,7 @@ impl Quorum {
     pub(crate) async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let requests = self.send_to_all(|_, master| {
             let key = key.clone();
-            async move { master.store.inspect_keys(&[key]).await }
+            async move { master.store.inspect_keys(&[key], CorruptRecord::IsError).await }
         });
         Ok(self.agreed_holders(requests).await?.pop())
     }
@@ -471,7 +471,7 @@ impl Quorum {
         let measurements = self.masters.iter().map(|master| master.store.measure_clock_offset());
         let offsets = join_all(measurements).await;
         let offsets: Vec<i64> = offsets.into_iter().filter_map(Result::ok).collect();
-        let skew = offsets.iter().max()? - offsets.iter().min()?;
+        let skew = offsets.iter().max()?.saturating_sub(*offsets.iter().min()?);
         (skew > CLOCK_SKEW_MAX_US).then(|| {
             Finding::warning(format!(
                 "the masters' clocks are {} ms apart; synchronise the clocks; otherwise tokens may stop growing after a master loses its data",

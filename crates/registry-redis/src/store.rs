@@ -67,6 +67,15 @@ pub(crate) struct ClaimHolder {
     pub(crate) holder: Holder,
 }
 
+/// The result of an inspection for a corrupt record of several claims.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CorruptRecord {
+    /// An error.
+    IsError,
+    /// A holder without fields.
+    IsHeld,
+}
+
 pub(crate) struct RedisStore {
     pub(crate) names: RedisKeyNames,
     pub(crate) connections: RedisConnections,
@@ -284,7 +293,9 @@ impl RedisStore {
             }
             Some(shortfall) if is_grant(&durable.response) => {
                 let store_error = |outcome| {
-                    BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
+                    BackendError::transient(format!(
+                        "redis: {shortfall}, and the grant {outcome}; check the replicas and disks"
+                    ))
                 };
                 // If the release fails, the outcome of the acquisition is unknown. The box keeps
                 // this rarely needed, large future out of the caller's future.
@@ -366,7 +377,7 @@ impl RedisStore {
         // error.
         let durable = self.connections.run_durably(slot, call).await?;
         match durable.shortfall {
-            Some(shortfall) => Err(BackendError::transient(format!("redis: {shortfall}"))),
+            Some(shortfall) => Err(not_durable(&shortfall)),
             None => parse_response(durable.response),
         }
     }
@@ -438,7 +449,11 @@ impl RedisStore {
     }
 
     /// Adds the arguments with which a script publishes the release of `lock`.
-    fn with_release_message<'a>(&self, call: ScriptCall<'a>, lock: &str) -> ScriptCall<'a> {
+    pub(crate) fn with_release_message<'a>(
+        &self,
+        call: ScriptCall<'a>,
+        lock: &str,
+    ) -> ScriptCall<'a> {
         let call = call
             .arg(self.publish_command)
             .arg(self.names.message(lock))
@@ -492,6 +507,7 @@ impl RedisStore {
     pub(crate) async fn inspect_keys(
         &self,
         keys: &[Key],
+        corrupt_record: CorruptRecord,
     ) -> Result<Vec<ClaimHolder>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
         for key in keys {
@@ -501,10 +517,11 @@ impl RedisStore {
         let chunks_of_slots = by_slot.iter().flat_map(|(slot, locks)| {
             locks.chunks(KEYS_PER_INSPECTION).map(move |locks| (*slot, locks))
         });
-        let inspections: Vec<_> =
-            chunks_of_slots.map(|(slot, locks)| self.inspect_chunk(slot, locks)).collect();
+        let inspections: Vec<_> = chunks_of_slots
+            .map(|(slot, locks)| self.inspect_chunk(slot, locks, corrupt_record))
+            .collect();
         let holders: Vec<Vec<ClaimHolder>> =
-            stream::iter(inspections).buffer_unordered(INSPECTIONS_MAX).try_collect().await?;
+            stream::iter(inspections).buffer_unordered(CONCURRENT_READS_MAX).try_collect().await?;
         Ok(holders.into_iter().flatten().collect())
     }
 
@@ -512,6 +529,7 @@ impl RedisStore {
         &self,
         slot: u16,
         locks: &[(&Key, String)],
+        corrupt_record: CorruptRecord,
     ) -> Result<Vec<ClaimHolder>, BackendError> {
         let names: Vec<String> =
             locks.iter().flat_map(|(_, lock)| [lock.clone(), self.names.token_key(lock)]).collect();
@@ -523,7 +541,12 @@ impl RedisStore {
         });
         let mut holders = Vec::new();
         for ((key, _), (record, remaining, token)) in held {
-            if let Some(multi_claim_record) = parse_multi_claim_record(&record)? {
+            let multi_claim_record = match parse_multi_claim_record(&record) {
+                // The fields of this record are unknown, as those of another program's value.
+                Err(_) if corrupt_record == CorruptRecord::IsHeld => None,
+                parsed => parsed?,
+            };
+            if let Some(multi_claim_record) = multi_claim_record {
                 let found = multi_claim_record.holders(key, u64::try_from(now).unwrap_or(0));
                 let claim_holder = |holder| ClaimHolder { claim: Vec::new(), holder };
                 holders.extend(found.into_iter().map(claim_holder));
@@ -543,7 +566,8 @@ impl RedisStore {
     pub(crate) async fn list(&self) -> Result<Vec<ClaimHolder>, BackendError> {
         let (pattern, value_type) = (self.names.scan_pattern(), self.names.value_type());
         let keys = self.scan_all(&pattern, value_type, |name| self.names.parse_key(name)).await?;
-        self.inspect_keys(&keys).await
+        // One corrupt record must not hide all other locks.
+        self.inspect_keys(&keys, CorruptRecord::IsHeld).await
     }
 
     /// Returns the keys in the namespace for which claims wait.
@@ -738,6 +762,11 @@ pub(crate) fn parse_response<T: FromRedisValue>(response: Value) -> Result<T, Ba
     redis::from_redis_value(response).map_err(|error| to_backend_error(&error.into()))
 }
 
+/// Returns the error of a change that lacks a part of the configured durability.
+pub(crate) fn not_durable(shortfall: &str) -> BackendError {
+    BackendError::transient(format!("redis: {shortfall}; check the replicas and disks"))
+}
+
 pub(crate) fn unexpected_response() -> BackendError {
     BackendError::new(
         BackendErrorKind::Protocol,
@@ -758,6 +787,6 @@ const SCAN_COUNT: usize = 500;
 /// server, so it must be short.
 const KEYS_PER_INSPECTION: usize = 20;
 /// The maximum number of concurrent calls of the scripts `inspect` and `waiters` per operation.
-pub(crate) const INSPECTIONS_MAX: usize = 32;
+pub(crate) const CONCURRENT_READS_MAX: usize = 32;
 /// The time limit for the scan of one server: ten times the engine's default time-out.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -10,7 +10,7 @@ use registry_core::{
     ValueWrite,
 };
 
-use crate::store::{RedisStore, parse_response, unexpected_response};
+use crate::store::{RedisStore, not_durable, parse_response, unexpected_response};
 
 #[async_trait]
 impl ValueStore for RedisStore {
@@ -48,7 +48,7 @@ impl ValueStore for RedisStore {
         let response = if self.durability.is_required() {
             let durable = self.connections.run_durably(slot, &call).await?;
             if let Some(shortfall) = durable.shortfall {
-                return Err(BackendError::transient(format!("redis: {shortfall}")));
+                return Err(not_durable(&shortfall));
             }
             durable.response
         } else {

@@ -10,7 +10,8 @@ use redis::Value;
 use registry_core::{BackendError, Claim, Key, WaiterStore, WaitingClaim};
 
 use crate::store::{
-    INSPECTIONS_MAX, RedisStore, ceil_millis, parse_integer, parse_response, unexpected_response,
+    CONCURRENT_READS_MAX, RedisStore, ceil_millis, parse_integer, parse_response,
+    unexpected_response,
 };
 
 #[async_trait]
@@ -44,7 +45,7 @@ impl WaiterStore for RedisStore {
         };
         let requests: Vec<_> = keys.iter().map(|key| self.load_waiting_claims(key)).collect();
         let waiting: Vec<Vec<WaitingClaim>> =
-            stream::iter(requests).buffer_unordered(INSPECTIONS_MAX).try_collect().await?;
+            stream::iter(requests).buffer_unordered(CONCURRENT_READS_MAX).try_collect().await?;
         Ok(waiting.into_iter().flatten().collect())
     }
 }

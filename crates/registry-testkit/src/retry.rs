@@ -32,8 +32,3 @@ pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(
         }
     }
 }
-
-/// Creates an error with the reason why a poll did not find the expected state.
-pub(crate) fn not_yet(why: impl Into<String>) -> io::Error {
-    io::Error::other(why.into())
-}

@@ -18,7 +18,6 @@ use registry_core::{
     BackendError, ClaimMode, Holder, Key, Moment, QueuePosition, QueuedEntry, granted_entries,
     queue_position,
 };
-use tokio::time::sleep;
 use zookeeper_client::Error;
 
 use crate::error::to_backend_error;
@@ -28,6 +27,7 @@ use crate::nodes::{fencing_token, read_children, sort_contenders};
 use crate::queue::{ContenderQueue, parse_queued_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
 use crate::session::ZkSession;
+use crate::timer::sleep;
 
 const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
 
@@ -170,7 +170,7 @@ pub(crate) async fn find_stale_blocker(
             (_, ClaimMode::Exclusive) => continue,
             _ => &path,
         };
-        if !lock(session.head_cache()).needs_majority_check(cache_key, name, session.timeout()) {
+        if !lock(session.head_cache()).observe_head(cache_key, name, session.timeout()) {
             continue;
         }
         if !session.exists_on_majority(&path).await.map_err(BackendError::as_unknown)? {
@@ -398,7 +398,7 @@ const WATCHES_MAX: usize = 128;
 /// The maximum number of blockers of a waiter whose existence a majority checks.
 const MAJORITY_CHECKS_MAX: usize = 16;
 /// The number of nodes that are read concurrently.
-const CONCURRENT_READS: usize = 64;
+pub(crate) const CONCURRENT_READS: usize = 64;
 /// The maximum number of reads of a queue that changes during each read.
 const READS_MAX: u32 = 8;
 /// The pause between two of these reads.

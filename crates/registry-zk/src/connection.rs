@@ -2,49 +2,112 @@
 //! session. `session` calls this module.
 //!
 //! After a lost connection, the client library doubles its pause between attempts until the session
-//! has expired. For example, it reconnects up to 7 s late if the server was down for 7 s. `session`
-//! therefore stops a client that stays disconnected, and attaches the session to a new client.
+//! has expired. For example, after an outage of 7 s, it may reconnect only 7 s after the server has
+//! returned. `session` therefore stops a client that stays disconnected, and attaches the session
+//! to a new client.
 
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
-use std::pin::pin;
-use std::sync::Mutex;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use registry_core::{BackendError, Moment};
 use spawns_core::{Spawn, Task};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::{Duration, timeout};
 use zookeeper_client::{CheckWriteError, Client, Error, SessionInfo, SessionState};
 
 use crate::config::ZkConfig;
 use crate::error::to_backend_error;
 use crate::mutex::lock;
+use crate::timer::timeout;
 
 /// A client of the library that can be stopped.
 pub(crate) struct StoppableClient {
     client: Client,
     tasks: ClientTasks,
-    is_stopped: watch::Sender<bool>,
 }
 
 /// The tasks that the library spawns for one client.
-#[derive(Default)]
-struct ClientTasks(Mutex<Vec<JoinHandle<()>>>);
+struct ClientTasks {
+    runtime: Handle,
+    handles: Mutex<Vec<JoinHandle<()>>>,
+    /// The tasks have weak references, so a client that is dropped ends all waits for its stop.
+    run_state: Arc<watch::Sender<RunState>>,
+}
+
+/// Whether the library's tasks of a client run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RunState {
+    Running,
+    /// [`StoppableClient::stop`] was called. The session can be attached to a new client.
+    Stopped,
+    /// A task has ended or was dropped with its runtime, or no new client continues the session.
+    Ended,
+}
+
+impl ClientTasks {
+    fn new(runtime: Handle) -> Self {
+        let run_state = Arc::new(watch::Sender::new(RunState::Running));
+        Self { runtime, handles: Mutex::default(), run_state }
+    }
+}
 
 impl Spawn for ClientTasks {
     fn spawn(&self, task: Task) {
-        lock(&self.0).push(tokio::spawn(Box::into_pin(task.future)));
+        let future = Box::into_pin(task.future);
+        let task = LibraryTask { future, run_state: Arc::downgrade(&self.run_state) };
+        lock(&self.handles).push(self.runtime.spawn(task));
     }
+}
+
+/// A task of the library that records its end.
+struct LibraryTask {
+    future: Pin<Box<dyn Future<Output = ()> + Send>>,
+    run_state: Weak<watch::Sender<RunState>>,
+}
+
+impl Future for LibraryTask {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        self.future.as_mut().poll(context)
+    }
+}
+
+impl Drop for LibraryTask {
+    fn drop(&mut self) {
+        // At an abort and at the end of the runtime, this runs before the drop of `future`, which
+        // drops the senders of all watches and responses. Without the sender, a watch panics and a
+        // request returns an unexpected error.
+        if let Some(run_state) = self.run_state.upgrade() {
+            mark_ended(&run_state);
+        }
+    }
+}
+
+/// Records that a task has ended, unless the client was stopped before.
+fn mark_ended(run_state: &watch::Sender<RunState>) {
+    run_state.send_if_modified(|run_state| {
+        let is_running = *run_state == RunState::Running;
+        if is_running {
+            *run_state = RunState::Ended;
+        }
+        is_running
+    });
 }
 
 impl StoppableClient {
     /// Opens a new session, or attaches to the given `session`. Tries each server at most once, and
-    /// ends at the first success.
+    /// ends at the first success. The tasks of the client run in `runtime`.
     pub(crate) async fn open(
         config: &ZkConfig,
         session_timeout: Duration,
         session: Option<SessionInfo>,
+        runtime: &Handle,
     ) -> Result<Self, Error> {
         let connector = config.connector(session_timeout).with_fail_eagerly();
         let connector = match session {
@@ -59,7 +122,7 @@ impl StoppableClient {
             }
             connector.connect(&servers).await
         };
-        let tasks = ClientTasks::default();
+        let tasks = ClientTasks::new(runtime.clone());
         let mut connecting = pin!(connecting);
         let client = poll_fn(|context| {
             // `tasks` collects the tasks that the library spawns in this poll.
@@ -67,19 +130,21 @@ impl StoppableClient {
             connecting.as_mut().poll(context)
         });
         let client = client.await?;
-        Ok(Self { client, tasks, is_stopped: watch::Sender::new(false) })
+        Ok(Self { client, tasks })
     }
 
     /// Attaches to a session of another client. The other client must have been
     /// [stopped](Self::stop). Waits until a majority has confirmed the session. Returns the client
-    /// and the time at which it requested the confirmation.
+    /// and the time at which it requested the confirmation. The tasks of the client run in the
+    /// current runtime.
     pub(crate) async fn attach(
         config: &ZkConfig,
         session_timeout: Duration,
         session: SessionInfo,
     ) -> Result<(Self, Moment), Error> {
         let id = session.id();
-        let client = Self::open(config, session_timeout, Some(session)).await?;
+        let runtime = Handle::current();
+        let client = Self::open(config, session_timeout, Some(session), &runtime).await?;
         let sent_at = Moment::now();
         // The new client does not send the id of the last transaction that the old client has seen.
         // A lagging server may therefore accept the new client. A server that answers a write has
@@ -100,31 +165,44 @@ impl StoppableClient {
 
     /// Stops the client without ending the session. The session exists until its time-out.
     pub(crate) async fn stop(&self) {
-        // `is_stopped` is set first, which ends the waits for watches and responses. After the
-        // tasks are aborted, the library's futures would panic or return an unexpected error.
-        self.is_stopped.send_replace(true);
-        let tasks = std::mem::take(&mut *lock(&self.tasks.0));
-        for task in tasks {
+        // `run_state` is set first, which ends the waits for watches and responses. After the tasks
+        // are aborted, the library's futures would panic or return an unexpected error.
+        self.tasks.run_state.send_replace(RunState::Stopped);
+        let handles = std::mem::take(&mut *lock(&self.tasks.handles));
+        for task in handles {
             task.abort();
             // The result is the error of an aborted task.
             drop(task.await);
         }
     }
 
-    /// Waits until the client is stopped. Does not keep the client alive.
+    /// Records that no new client will continue the session of this client.
+    pub(crate) fn end(&self) {
+        self.tasks.run_state.send_replace(RunState::Ended);
+    }
+
+    /// Waits until the client is stopped or has ended. Does not keep the client alive.
     pub(crate) fn wait_until_stopped(&self) -> impl Future<Output = ()> + Send + 'static {
-        let mut is_stopped = self.is_stopped.subscribe();
+        let mut run_state = self.tasks.run_state.subscribe();
         async move {
             // An error means that the client was dropped, which counts as stopped.
-            let _ = is_stopped.wait_for(|is_stopped| *is_stopped).await;
+            let _ = run_state.wait_for(|run_state| *run_state != RunState::Running).await;
         }
     }
 
     pub(crate) fn state(&self) -> SessionState {
-        if *self.is_stopped.borrow() { SessionState::Disconnected } else { self.client.state() }
+        let run_state = *self.tasks.run_state.borrow();
+        match (run_state, self.client.state()) {
+            (RunState::Stopped, _) => SessionState::Disconnected,
+            // The library reports the reason, unless its task was dropped or has panicked. Then no
+            // task sends the pings of the session any more.
+            (RunState::Ended, state) if !state.is_terminated() => SessionState::Closed,
+            (_, state) => state,
+        }
     }
 
-    /// Waits until the client is connected. Waits forever after [`stop`](Self::stop).
+    /// Waits until the client is connected. Waits forever if the client is [stopped](Self::stop),
+    /// or if its tasks are dropped with their runtime during this call.
     pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         let mut states = self.client.state_watcher();
         loop {
@@ -156,5 +234,40 @@ impl Deref for StoppableClient {
 
     fn deref(&self) -> &Client {
         &self.client
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// Sends the run state when it is dropped.
+    struct DropProbe(watch::Receiver<RunState>, mpsc::Sender<RunState>);
+
+    impl Drop for DropProbe {
+        fn drop(&mut self) {
+            self.1.send(*self.0.borrow()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_client_counts_as_ended_before_the_end_of_its_runtime_drops_its_task() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let tasks = ClientTasks::new(runtime.handle().clone());
+        let (sender, states) = mpsc::channel();
+        let probe = DropProbe(tasks.run_state.subscribe(), sender);
+        {
+            let _scope = spawns_core::enter(&tasks);
+            drop(spawns_core::spawn(async move {
+                pending::<()>().await;
+                drop(probe);
+            }));
+        }
+        assert_eq!(*tasks.run_state.borrow(), RunState::Running);
+        drop(runtime);
+        assert_eq!(states.recv(), Ok(RunState::Ended));
     }
 }

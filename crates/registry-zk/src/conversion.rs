@@ -77,7 +77,7 @@ async fn run_conversion(
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<ConversionOutcome, BackendError> {
-    for _ in 0..CONFLICTS_MAX {
+    for _ in 0..CONVERSION_ATTEMPTS_MAX {
         if state.held_until.is_none_or(|until| until <= Moment::now()) {
             return Ok(ConversionOutcome::Gone);
         }
@@ -102,9 +102,9 @@ async fn run_conversion(
             }
             (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
                 match upgrade(session, entry, state, claim).await? {
-                    Upgrade::Done => true,
-                    Upgrade::Retry => false,
-                    Upgrade::Busy(busy) => return Ok(ConversionOutcome::Busy(busy)),
+                    UpgradeOutcome::Done => true,
+                    UpgradeOutcome::Retry => false,
+                    UpgradeOutcome::Busy(busy) => return Ok(ConversionOutcome::Busy(busy)),
                 }
             }
             // No other conversion exists: two shared claims that are upgraded would deadlock.
@@ -115,12 +115,12 @@ async fn run_conversion(
         }
     }
     Err(BackendError::transient(format!(
-        "zookeeper: the queue changed or the connection broke during each of {CONFLICTS_MAX} attempts to convert the lock; retry"
+        "zookeeper: the queue changed or the connection broke during each of {CONVERSION_ATTEMPTS_MAX} attempts to convert the lock; retry"
     )))
 }
 
 /// The result of one attempt to upgrade a claim.
-enum Upgrade {
+enum UpgradeOutcome {
     Done,
     Busy(Busy),
     /// The queue or the claim has changed.
@@ -133,16 +133,16 @@ async fn upgrade(
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
-) -> Result<Upgrade, BackendError> {
+) -> Result<UpgradeOutcome, BackendError> {
     state.upgrade_lease = claim.lease();
     let children = match &state.upgrade {
         None => match request_upgrade(session, entry, state, claim).await? {
             Some(children) => children,
-            None => return Ok(Upgrade::Retry),
+            None => return Ok(UpgradeOutcome::Retry),
         },
         Some(upgrade) => {
             if is_blocked_as_before(session, upgrade.reader.as_ref()).await? {
-                return Ok(Upgrade::Busy(Busy::new().with_queue_entry()));
+                return Ok(UpgradeOutcome::Busy(Busy::new().with_queue_entry()));
             }
             read_children_or_empty(session, entry).await?.names
         }
@@ -150,7 +150,7 @@ async fn upgrade(
     let children = exclude_stale_nodes(state, children);
     let queue = sort_contenders(session, &entry.dir, children).await?;
     let (Some(node), Some(upgrade)) = (&state.node, &mut state.upgrade) else {
-        return Ok(Upgrade::Retry);
+        return Ok(UpgradeOutcome::Retry);
     };
     let names = queue.names();
     let (Some(own_index), Some(request_index)) =
@@ -158,7 +158,7 @@ async fn upgrade(
     else {
         // `resolve_conversion` detects which of the two was deleted.
         state.is_conversion_unresolved = true;
-        return Ok(Upgrade::Retry);
+        return Ok(UpgradeOutcome::Retry);
     };
     // The claim holds the lock, so each claim before it is shared now. An exclusive or upgradable
     // claim behind it has never held the lock. The names of the nodes therefore suffice.
@@ -169,7 +169,7 @@ async fn upgrade(
     });
     let blocking = match upgrade_position(&entries.collect::<Vec<_>>(), own_index) {
         UpgradePosition::Grantable(blocking) => blocking,
-        UpgradePosition::ReadersNotBlocked => return Ok(Upgrade::Retry),
+        UpgradePosition::ReadersNotBlocked => return Ok(UpgradeOutcome::Retry),
         UpgradePosition::Behind(reader) => {
             let dir = &entry.dir;
             let blockers = vec![Blocker::unread(reader)];
@@ -177,15 +177,15 @@ async fn upgrade(
                 find_stale_blocker(session, dir, names, ClaimMode::Shared, &blockers).await?
             {
                 state.stale_nodes.push(missing);
-                return Ok(Upgrade::Retry);
+                return Ok(UpgradeOutcome::Retry);
             }
             let watched = upgrade.reader.take();
             let watched =
                 watch_blockers(session, dir, names, &entry.key, blockers, watched).await?;
-            let Some((watched, holder)) = watched else { return Ok(Upgrade::Retry) };
+            let Some((watched, holder)) = watched else { return Ok(UpgradeOutcome::Retry) };
             upgrade.reader = Some(watched);
             let busy = Busy::new().with_queue_entry();
-            return Ok(Upgrade::Busy(match holder {
+            return Ok(UpgradeOutcome::Busy(match holder {
                 Some(holder) => busy.with_holder(holder),
                 None => busy,
             }));
@@ -203,7 +203,7 @@ async fn upgrade(
     let must_exist = format!("{}/{}", entry.dir, names[blocking]);
     let write = ModeWrite::Upgrade { must_exist: &must_exist };
     let is_done = write_mode(session, entry, state, claim, write).await?;
-    Ok(if is_done { Upgrade::Done } else { Upgrade::Retry })
+    Ok(if is_done { UpgradeOutcome::Done } else { UpgradeOutcome::Retry })
 }
 
 /// Creates the request to upgrade the claim. Returns the children that the lock's node then has, or
@@ -417,7 +417,7 @@ fn grant_converted(
 }
 
 /// The version argument that matches every version of a node.
-const ANY_VERSION: i32 = -1;
+pub(crate) const ANY_VERSION: i32 = -1;
 /// The maximum number of attempts if the queue changes between a read and a write, or the
 /// connection breaks.
-const CONFLICTS_MAX: usize = 32;
+const CONVERSION_ATTEMPTS_MAX: usize = 32;

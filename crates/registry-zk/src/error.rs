@@ -32,6 +32,24 @@ pub(crate) fn not_connected() -> BackendError {
     .as_refused()
 }
 
+/// Returns the error of a client that could not connect. `error` is `None` at the time limit.
+pub(crate) fn connect_error(error: Option<&Error>, is_encrypted: bool) -> BackendError {
+    let converted = error.map_or_else(not_connected, to_backend_error).as_refused();
+    // The client library reports a server that fails the TLS handshake as unreachable.
+    if !is_encrypted || !matches!(error, None | Some(Error::NoHosts | Error::Timeout)) {
+        return converted;
+    }
+    let message = format!(
+        "{}, and that they accept encrypted connections with a certificate of `ca`",
+        converted.message()
+    );
+    let hinted = BackendError::transient(message).as_refused();
+    match error {
+        Some(error) => hinted.with_source(error.clone()),
+        None => hinted,
+    }
+}
+
 /// Returns whether the servers certainly did not execute the request.
 pub(crate) fn is_refused(error: &Error) -> bool {
     classify(error).refused
@@ -135,5 +153,17 @@ mod tests {
             let converted = to_backend_error(&error);
             assert_eq!((converted.kind(), converted.refused()), (kind, refused), "{error:?}");
         }
+    }
+
+    #[test]
+    fn only_an_unreachable_encrypted_server_causes_a_hint_about_certificates() {
+        let has_hint = |error: Option<Error>, is_encrypted| {
+            let error = connect_error(error.as_ref(), is_encrypted);
+            assert!(error.refused(), "{error:?}");
+            error.message().ends_with("with a certificate of `ca`")
+        };
+        assert!(has_hint(None, true) && has_hint(Some(Error::NoHosts), true));
+        assert!(!has_hint(None, false) && !has_hint(Some(Error::NoHosts), false));
+        assert!(!has_hint(Some(Error::AuthFailed), true));
     }
 }

@@ -1,8 +1,9 @@
 //! Writes to ZooKeeper that succeed only if the lock is still held.
 //!
 //! The servers execute all writes of a multi request or none. Each multi request also checks that
-//! the holder's node exists. The servers delete the holder's node before another client can hold
-//! the lock. They therefore refuse a late write of a former holder.
+//! the holder's node exists, or all nodes of its units in Curator's semaphore. The servers delete
+//! these nodes before another client can hold the lock. They therefore refuse a late write of a
+//! former holder.
 
 use std::fmt;
 
@@ -10,8 +11,10 @@ use registry_core::{BackendError, LockGuard};
 use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResult};
 
 use crate::backend::ZkBackend;
+use crate::conversion::ANY_VERSION;
 use crate::error::{timed_out, to_backend_error};
 use crate::path::is_valid_path;
+use crate::timer::timeout;
 use crate::units::{REQUEST_BYTES_MAX, STEP_BYTES, acl_bytes};
 
 /// Creates fenced writes to the ensemble that also stores the lock.
@@ -116,9 +119,13 @@ pub enum FenceError {
         key: String,
     },
     /// The servers refused one write, or its path is not valid. No write was executed.
-    #[error("write {step} (counted from 0) was refused")]
+    #[error(
+        "write {step} (counted from 0) under lock {key:?} was refused; correct the write, nothing was written"
+    )]
     #[non_exhaustive]
     Refused {
+        /// The key.
+        key: String,
         /// Index of the refused write, from 0.
         step: usize,
         /// The error of the servers or the client library.
@@ -133,9 +140,11 @@ pub enum FenceError {
     },
     /// A store error. If [`BackendError::refused`] returns true, nothing was written. Otherwise the
     /// outcome is unknown.
-    #[error("the fenced writes failed")]
+    #[error("fenced writes under lock {key:?} failed")]
     #[non_exhaustive]
     Store {
+        /// The key.
+        key: String,
         /// The store error.
         source: BackendError,
     },
@@ -206,7 +215,9 @@ impl FencedMulti<'_> {
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let backend = self.backend;
         self.send().await.map_err(|error| match error {
-            FenceError::Store { source } => store_error(backend.with_address(source)),
+            FenceError::Store { key, source } => {
+                FenceError::Store { key, source: backend.with_address(source) }
+            }
             error => error,
         })
     }
@@ -216,28 +227,35 @@ impl FencedMulti<'_> {
         let claim = guard.claim_for_fence().map_err(|_| lost_error(guard))?;
         let found = self.backend.sessions().find_entry(claim.id());
         let (session, entry) = found.ok_or_else(|| lost_error(guard))?;
-        let node = {
+        let (node, token, other_units) = {
             let state = entry.state.lock().await;
-            let node = state.node.as_ref().map(|node| (node.path.clone(), node.grant.token));
-            node.ok_or_else(|| lost_error(guard))?
+            let node = state.node.as_ref().ok_or_else(|| lost_error(guard))?;
+            (node.path.clone(), node.grant.token, state.other_unit_paths.clone())
         };
-        let (node, token) = node;
         // The claim may have had a different node with a different token earlier.
         if i64::from(guard.fencing_token()) != token || !guard.is_held() {
             return Err(lost_error(guard));
         }
         let chroot = session.config().chroot.as_deref().unwrap_or_default();
         let acls = session.config().acls();
-        let bytes = self.bytes_upper_bound(&node, chroot, &acls);
+        let unit_bytes = other_units.iter().map(|path| path.len() + STEP_BYTES).sum::<usize>();
+        let bytes = self.bytes_upper_bound(&node, chroot, &acls).saturating_add(unit_bytes);
         if bytes > Self::BYTES_MAX {
             return Err(FenceError::TooLarge { bytes });
         }
+        let store_error = |source| store_error(guard, source);
         session.wait_until_connected().await.map_err(store_error)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
         let client = session.client();
+        let not_sent_error = |error: Error| store_error(to_backend_error(&error).as_refused());
         let mut writer = client.new_check_writer(&node, None).map_err(not_sent_error)?;
+        for path in &other_units {
+            writer.add_check_version(path, ANY_VERSION).map_err(not_sent_error)?;
+        }
+        let refused_error =
+            |step, source| FenceError::Refused { key: guard.key().to_owned(), step, source };
         for (index, step) in self.steps.iter().enumerate() {
-            let refused = |source| FenceError::Refused { step: index, source };
+            let refused = |source| refused_error(index, source);
             if !is_valid_path(step.path()) {
                 return Err(refused(Error::BadArguments(
                     &"a path must be absolute, such as `/a/b`",
@@ -254,14 +272,19 @@ impl FencedMulti<'_> {
         }
         let limit = session.config().request_timeout;
         let response = session.unless_stopped(writer.commit());
-        let response = tokio::time::timeout(limit, response)
-            .await
-            .map_err(|_| store_error(timed_out(limit)))?;
+        let response = timeout(limit, response).await.map_err(|_| store_error(timed_out(limit)))?;
         match response.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
-            Ok(results) => Ok(results.into_iter().map(write_result).collect()),
+            Ok(results) => {
+                Ok(results.into_iter().skip(other_units.len()).map(write_result).collect())
+            }
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost_error(guard)),
             Err(CheckWriteError::OperationFailed { index, source }) => {
-                Err(FenceError::Refused { step: index, source })
+                // The checks of the other units precede the writes.
+                match (index.checked_sub(other_units.len()), source) {
+                    (Some(step), source) => Err(refused_error(step, source)),
+                    (None, Error::NoNode) => Err(lost_error(guard)),
+                    (None, source) => Err(store_error(to_backend_error(&source))),
+                }
             }
             Err(
                 CheckWriteError::RequestFailed { source } | CheckWriteError::CheckFailed { source },
@@ -303,10 +326,6 @@ fn lost_error(guard: &LockGuard) -> FenceError {
     FenceError::Lost { key: guard.key().to_owned() }
 }
 
-fn store_error(source: BackendError) -> FenceError {
-    FenceError::Store { source }
-}
-
-fn not_sent_error(error: Error) -> FenceError {
-    store_error(to_backend_error(&error).as_refused())
+fn store_error(guard: &LockGuard, source: BackendError) -> FenceError {
+    FenceError::Store { key: guard.key().to_owned(), source }
 }

@@ -1,6 +1,9 @@
-//! Records when a majority last confirmed the head of each queue in which this session waits, or
-//! when this session first saw the head. No I/O. `blockers` calls this module. For a blocking node
-//! that is not the head, `blockers` passes the path of this node instead of the path of the queue.
+//! Records when a majority last checked the nodes that block the waiters of one session. No I/O.
+//! `blockers` calls this module.
+//!
+//! Each entry has a key: the path of the queue for its head, or the path of the node for any other
+//! blocking node. The entry stores the node's name and the time of its last majority check. The
+//! first sighting counts as a check.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -23,15 +26,10 @@ struct CachedHead {
 }
 
 impl HeadCache {
-    /// Returns whether the last majority check of the head `name` of the queue at `dir` is older
-    /// than `max_age`. Inserts a head that the cache does not contain. Its age starts with the
-    /// insertion. A head that does not fit into the cache needs a check each time.
-    pub(crate) fn needs_majority_check(
-        &mut self,
-        dir: &str,
-        name: &str,
-        max_age: Duration,
-    ) -> bool {
+    /// Records the head `name` of the queue at `dir`, if the cache does not contain it. Returns
+    /// whether a majority check of this head is due: the last one is older than `max_age`, or the
+    /// head does not fit into the cache.
+    pub(crate) fn observe_head(&mut self, dir: &str, name: &str, max_age: Duration) -> bool {
         let (queue, name) = (self.hasher.hash_one(dir), self.hasher.hash_one(name));
         let now = Moment::now();
         let is_cached = match self.by_queue.get(&queue) {
@@ -74,31 +72,31 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_head_needs_a_majority_check_after_the_maximum_age() {
         let mut head_cache = HeadCache::default();
-        assert!(!head_cache.needs_majority_check("/k", "a", MAX_AGE));
+        assert!(!head_cache.observe_head("/k", "a", MAX_AGE));
         tokio::time::advance(MAX_AGE).await;
-        assert!(head_cache.needs_majority_check("/k", "a", MAX_AGE));
-        assert!(head_cache.needs_majority_check("/k", "a", MAX_AGE), "until it is confirmed");
+        assert!(head_cache.observe_head("/k", "a", MAX_AGE));
+        assert!(head_cache.observe_head("/k", "a", MAX_AGE), "until it is confirmed");
         head_cache.record_majority_check("/k");
-        assert!(!head_cache.needs_majority_check("/k", "a", MAX_AGE));
+        assert!(!head_cache.observe_head("/k", "a", MAX_AGE));
         tokio::time::advance(MAX_AGE).await;
-        assert!(!head_cache.needs_majority_check("/k", "b", MAX_AGE), "another head");
-        assert!(!head_cache.needs_majority_check("/other", "a", MAX_AGE), "another queue");
+        assert!(!head_cache.observe_head("/k", "b", MAX_AGE), "another head");
+        assert!(!head_cache.observe_head("/other", "a", MAX_AGE), "another queue");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_full_cache_evicts_stale_heads_and_has_new_ones_checked() {
         let mut head_cache = HeadCache::default();
         for queue in 0..QUEUES_MAX {
-            assert!(!head_cache.needs_majority_check(&queue.to_string(), "a", MAX_AGE));
+            assert!(!head_cache.observe_head(&queue.to_string(), "a", MAX_AGE));
         }
-        assert!(head_cache.needs_majority_check("new", "a", MAX_AGE), "it does not fit");
-        assert!(!head_cache.needs_majority_check("1", "b", MAX_AGE), "it replaces another head");
+        assert!(head_cache.observe_head("new", "a", MAX_AGE), "it does not fit");
+        assert!(!head_cache.observe_head("1", "b", MAX_AGE), "it replaces another head");
         assert_eq!(head_cache.by_queue.len(), QUEUES_MAX);
         tokio::time::advance(MAX_AGE * 2).await;
-        assert!(head_cache.needs_majority_check("new", "a", MAX_AGE), "all heads are kept");
+        assert!(head_cache.observe_head("new", "a", MAX_AGE), "all heads are kept");
         tokio::time::advance(RETENTION_MIN - MAX_AGE * 2).await;
-        assert!(head_cache.needs_majority_check("0", "a", MAX_AGE));
-        assert!(!head_cache.needs_majority_check("new", "a", MAX_AGE));
+        assert!(head_cache.observe_head("0", "a", MAX_AGE));
+        assert!(!head_cache.observe_head("new", "a", MAX_AGE));
         assert_eq!(head_cache.by_queue.len(), 1);
     }
 }

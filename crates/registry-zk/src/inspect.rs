@@ -77,7 +77,7 @@ impl ZkBackend {
             queue.into_waiting()
         };
         let mut waiting = Vec::with_capacity(names.len());
-        for chunk in names.chunks(CONCURRENT_READS) {
+        for chunk in names.chunks(CONCURRENT_REQUESTS) {
             let reads = chunk.iter().map(async |name| {
                 let path = format!("{queue_path}/{name}");
                 let client = session.client();
@@ -99,7 +99,7 @@ impl ZkBackend {
                     WaitingClaim::new(key.clone())
                         .with_mode(mode)
                         .with_label(decode_label(&data))
-                        .with_times(since(stat.ctime), None),
+                        .with_times(age(stat.ctime), None),
                 );
             }
         }
@@ -121,7 +121,7 @@ impl ZkBackend {
         let mut paths = read_children_or_empty(session, self.paths().base()).await?;
         while !paths.is_empty() {
             let mut nested = Vec::new();
-            for chunk in paths.chunks(CONCURRENT_READS) {
+            for chunk in paths.chunks(CONCURRENT_REQUESTS) {
                 let requests = chunk.iter().map(async |relative_path| {
                     let Some(key) = self.paths().parse_key(relative_path) else {
                         return Ok::<_, BackendError>((Vec::new(), Vec::new()));
@@ -179,8 +179,9 @@ impl ZkBackend {
                 return Ok(Release::NotHeld);
             }
             let mut was_freed = false;
-            for path in paths {
-                was_freed |= delete(&session, &path).await?;
+            for chunk in paths.chunks(CONCURRENT_REQUESTS) {
+                let deletions = chunk.iter().map(|path| delete(&session, path));
+                was_freed |= try_join_all(deletions).await?.contains(&true);
             }
             if was_freed {
                 return Ok(Release::Freed);
@@ -206,13 +207,14 @@ async fn read_children_or_empty(
 
 /// Returns the time since the server's wall clock showed `ctime`. The result depends on the wall
 /// clocks of two hosts, so it is only displayed.
-fn since(ctime: i64) -> Option<Duration> {
-    let created_at = UNIX_EPOCH + Duration::from_millis(u64::try_from(ctime).ok()?);
+fn age(ctime: i64) -> Option<Duration> {
+    let created_at = UNIX_EPOCH.checked_add(Duration::from_millis(u64::try_from(ctime).ok()?))?;
     SystemTime::now().duration_since(created_at).ok()
 }
 
-/// The maximum number of keys, or of nodes of one key, that are read concurrently.
-const CONCURRENT_READS: usize = 64;
+/// The maximum number of keys that are read concurrently, and of nodes of one key that are read or
+/// deleted concurrently.
+const CONCURRENT_REQUESTS: usize = 64;
 
 /// The maximum number of attempts to release a key by force while its holders change.
 const TRIES_MAX: u32 = 8;

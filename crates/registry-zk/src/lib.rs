@@ -57,6 +57,7 @@ mod node_data;
 mod session;
 mod connection;
 mod session_validity;
+mod timer;
 mod inspect;
 mod fence;
 mod values;

@@ -6,10 +6,10 @@
 //! - The rest is for operators.
 //!
 //! If the data contains no token, the token is the transaction that last wrote the data. This
-//! transaction created the node, upgraded the claim, or gave the claim a later token (see
-//! `later_token`).
-//! Nodes of Curator's readers-writer lock, and nodes whose data another program wrote, have the
-//! transaction that created the node as their token.
+//! transaction created the node, upgraded the claim, granted an exclusive claim in Curator's
+//! semaphore, or gave the claim a later token (see `later_token`). Nodes of Curator's
+//! readers-writer lock, and nodes whose data another program wrote, have the transaction that
+//! created the node as their token.
 
 use std::borrow::Cow;
 
@@ -123,7 +123,8 @@ pub(crate) fn decode_label(data: &[u8]) -> Option<String> {
         return node_data.label.map(Cow::into_owned);
     }
     let text = std::str::from_utf8(data).ok()?;
-    let is_label = !text.is_empty() && text.len() <= LABEL_MAX && !text.contains(char::is_control);
+    let is_label =
+        !text.is_empty() && text.len() <= LABEL_BYTES_MAX && !text.contains(char::is_control);
     is_label.then(|| text.to_owned())
 }
 
@@ -138,7 +139,7 @@ fn host() -> String {
 }
 
 /// The maximum bytes of another program's text that is used as a label.
-const LABEL_MAX: usize = 1024;
+const LABEL_BYTES_MAX: usize = 1024;
 
 #[cfg(test)]
 mod tests {

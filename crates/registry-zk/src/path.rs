@@ -122,10 +122,10 @@ fn check_curator_key(
         }
         // Curator treats every child of a lock's node as a contender. It sorts the children by the
         // text after `lock-`, or by the whole name. If a permanent child sorts before the numbers,
-        // no contender is ever the head. The numbers have ten digits and begin with `0` until the
-        // node has had 10⁹ children. A segment that begins with a larger character sorts after
-        // these numbers. A segment that begins with `3` or a larger character sorts after all
-        // possible numbers.
+        // no contender is ever the head. The numbers have ten digits. The first digit is `0` for
+        // the first 10⁹ children, and at most `2` later. A segment that begins with `3` or a larger
+        // character therefore always sorts after them. A segment that begins with `1` or `2` does
+        // so only for the first 10⁹ children.
         if n > 0 && segment.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
                 "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \

@@ -1,9 +1,9 @@
 //! The queue of a lock: the contending children of its node, sorted by name. No I/O.
 //!
 //! A name ends in a sequence number that the server assigned. The number has ten digits and counts
-//! all children that the parent ever had. The counter ends at 2³¹ − 1. After that, the servers
-//! assign this number to every new child, and negative numbers to children created concurrently.
-//! Only the transactions that created the nodes then determine the order. The tests of
+//! all children that the parent ever had. The counter stops at 2³¹ − 1. From then on, each new
+//! child gets this number. Children that are created concurrently may get negative numbers. Only
+//! the transactions that created the nodes then determine the order. The tests of
 //! `registry-testkit` check this behaviour of the servers.
 //!
 //! With [`Naming::Curator`] and [`Naming::Kazoo`], the name of a claim that is not exclusive
@@ -84,14 +84,14 @@ pub(crate) fn leases_of(queue: &str) -> String {
 /// exclusive, except readers in Curator. The data of the node states the present mode of a claim
 /// that was converted.
 pub(crate) fn parse_queued_entry(name: &str) -> QueuedEntry {
-    let Some(Contender { before, marker, .. }) = parse_contender(name) else { return EXCLUSIVE };
+    let Some(Contender { prefix, marker, .. }) = parse_contender(name) else { return EXCLUSIVE };
     match marker {
         READER => return QueuedEntry::Claim(ClaimMode::Shared),
         WRITER => return EXCLUSIVE,
         _ => {}
     }
-    let claim_bytes = if before.starts_with(CURATOR_START) { CURATOR_BYTES } else { KAZOO_BYTES };
-    let Some((claim, mode)) = before.split_at_checked(claim_bytes) else { return EXCLUSIVE };
+    let claim_bytes = if prefix.starts_with(CURATOR_START) { CURATOR_BYTES } else { KAZOO_BYTES };
+    let Some((claim, mode)) = prefix.split_at_checked(claim_bytes) else { return EXCLUSIVE };
     let id = claim.strip_prefix(CURATOR_START).unwrap_or(claim);
     if !id.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-') {
         return EXCLUSIVE;
@@ -111,7 +111,7 @@ pub(crate) fn parse_queued_entry(name: &str) -> QueuedEntry {
 /// The parts of a contender's name.
 struct Contender<'a> {
     /// The text before the marker: the claim and its mode, or the text of another program.
-    before: &'a str,
+    prefix: &'a str,
     /// The text directly before the number. It identifies the recipe.
     marker: &'static str,
     number: i32,
@@ -124,7 +124,7 @@ fn parse_contender(name: &str) -> Option<Contender<'_>> {
     MARKERS.into_iter().find_map(|marker| {
         let at = name.rfind(marker)?;
         let number = parse_number(&name[at + marker.len()..])?;
-        Some(Contender { before: &name[..at], marker, number })
+        Some(Contender { prefix: &name[..at], marker, number })
     })
 }
 

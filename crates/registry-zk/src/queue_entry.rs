@@ -9,6 +9,7 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, select_all};
 use registry_core::{Claim, ClaimMode, Key, Moment, QueuedEntry};
 use tokio::sync::Mutex;
+use tokio::task::coop::unconstrained;
 use zookeeper_client::OneshotWatcher;
 
 use crate::connection::StoppableClient;
@@ -303,9 +304,12 @@ impl NodeWatch {
     }
 
     /// Returns whether the watch has fired. After a response has arrived, the result includes all
-    /// events that the server sent before this response.
+    /// events that the server sent before this response. Exception: while another task polls the
+    /// watch, the result may be false. That task then notices the event.
     pub(crate) fn has_fired(&self) -> bool {
-        self.0.clone().now_or_never().is_some()
+        // A future is pending when the cooperation budget of the current task is used up, even if
+        // its event has arrived.
+        unconstrained(self.0.clone()).now_or_never().is_some()
     }
 
     pub(crate) async fn wait_until_fired(self) {

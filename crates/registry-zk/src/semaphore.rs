@@ -17,10 +17,9 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use registry_core::{BackendError, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment};
-use tokio::time::timeout;
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
-use crate::blockers::{Blocker, watch_blockers};
+use crate::blockers::{Blocker, CONCURRENT_READS, watch_blockers};
 use crate::error::{is_refused, to_backend_error};
 use crate::node_data::{NodeGrant, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
@@ -28,6 +27,7 @@ use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
 use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
+use crate::timer::timeout;
 use crate::units::unit_data;
 
 /// Returns the name of a unit's node without the sequence number.
@@ -294,7 +294,8 @@ async fn take_units(
 }
 
 /// Finds the units that the claim has taken in this session, after a transaction whose outcome is
-/// unknown. Deletes those of earlier sessions.
+/// unknown. Deletes those of earlier sessions. If another client has deleted some of the units,
+/// deletes the others too: the claim is then not granted.
 pub(crate) async fn resolve_units(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -313,13 +314,24 @@ pub(crate) async fn resolve_units(
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
     }
+    let stated_mode = own_units.first().and_then(|(_, _, mode)| *mode);
+    let Some(mode) = stated_mode.filter(|mode| has_all_units(*mode, own_units.len())) else {
+        let deletions = own_units.iter().map(|(path, ..)| delete(session, path));
+        try_join_all(deletions).await.map_err(BackendError::as_unknown)?;
+        return Ok(());
+    };
     let mut own_units = own_units.into_iter();
-    if let Some((path, czxid, mode)) = own_units.next() {
-        let grant = NodeGrant { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
+    if let Some((path, czxid, _)) = own_units.next() {
+        let grant = NodeGrant { mode, token: czxid };
         state.node = Some(ClaimNode { path, czxid, grant, version: 0 });
         state.other_unit_paths = own_units.map(|(path, ..)| path).collect();
     }
     Ok(())
+}
+
+/// Returns whether permits of this mode have exactly this number of units.
+fn has_all_units(mode: ClaimMode, units: usize) -> bool {
+    matches!(mode, ClaimMode::Permits { take, .. } if take as usize == units)
 }
 
 /// Returns the paths of all units of a claim.
@@ -376,19 +388,25 @@ pub(crate) async fn read_holders(
     names.sort_unstable();
     let mut found = UnitHolders::default();
     let mut last_claim = String::new();
-    for name in &names {
-        let path = format!("{leases}/{name}");
-        let Some((data, stat)) = read(session, &path).await? else { continue };
-        found.paths.push(path);
-        // The names of the claim's other units differ only in the sequence number.
-        let claim = name.rsplit_once('-').map_or(&**name, |(claim, _)| claim);
-        let mode = match decode_stated_mode(&data) {
-            Some(ClaimMode::Permits { .. }) if claim == last_claim => continue,
-            Some(mode) => mode,
-            None => ClaimMode::Permits { take: 1, of: 1 },
-        };
-        claim.clone_into(&mut last_claim);
-        found.holders.push(holder(key, mode, &data, stat.czxid));
+    for chunk in names.chunks(CONCURRENT_READS) {
+        let paths = chunk.iter().map(|name| format!("{leases}/{name}"));
+        let reads = paths.map(async |path| {
+            let unit = read(session, &path).await?;
+            Ok::<_, BackendError>(unit.map(|(data, stat)| (path, data, stat)))
+        });
+        for (name, unit) in chunk.iter().zip(try_join_all(reads).await?) {
+            let Some((path, data, stat)) = unit else { continue };
+            found.paths.push(path);
+            // The names of the claim's other units differ only in the sequence number.
+            let claim = name.rsplit_once('-').map_or(&**name, |(claim, _)| claim);
+            let mode = match decode_stated_mode(&data) {
+                Some(ClaimMode::Permits { .. }) if claim == last_claim => continue,
+                Some(mode) => mode,
+                None => ClaimMode::Permits { take: 1, of: 1 },
+            };
+            claim.clone_into(&mut last_claim);
+            found.holders.push(holder(key, mode, &data, stat.czxid));
+        }
     }
     if found.paths.is_empty()
         && let Some((path, data, stat)) =

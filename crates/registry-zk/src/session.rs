@@ -21,18 +21,20 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Key, Moment};
+use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval};
 use zookeeper_client::{Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
 use crate::connection::StoppableClient;
-use crate::error::{not_connected, timed_out, to_backend_error};
+use crate::error::{connect_error, not_connected, timed_out, to_backend_error};
 use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
 use crate::session_validity::SessionValidity;
+use crate::timer::{sleep, timeout};
 use crate::units::refuse_too_many_units;
 
 /// Starts tasks that release all abandoned claims of a session.
@@ -76,6 +78,12 @@ impl SessionPool {
 
     pub(crate) fn subscribers(&self) -> &InvalidationSet {
         &self.subscribers
+    }
+
+    /// Returns the runtime of a subscribed registry, otherwise the current runtime. A caller's own
+    /// runtime may end while other callers use the session that the caller has opened.
+    fn runtime(&self) -> Handle {
+        self.subscribers.runtime().unwrap_or_else(Handle::current)
     }
 
     /// Returns the leader's time since 1970, as estimated from the newest queue node that a live
@@ -292,17 +300,18 @@ impl SessionPool {
     /// new client as soon as a server responds. Removes the session if it has expired, if the
     /// servers reject the login, or if no server responds for 7/5 of the session time-out.
     fn reattach_in_background(self: &Arc<Self>, session: &Arc<ZkSession>) {
-        let old_client = session.client();
+        let old_client = EndOnDrop(session.client());
+        let runtime = session.runtime.clone();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
         let config = Arc::clone(&self.config);
         let mut attach_tasks = lock(&self.attach_tasks);
         while attach_tasks.try_join_next().is_some() {}
-        attach_tasks.spawn(async move {
+        let attach = async move {
+            let client = &old_client.0;
             // The old client is stopped first. With two clients, each reconnect of a client would
             // move the session away from the other client.
-            old_client.stop().await;
-            let (info, timeout) = (old_client.session().clone(), old_client.session_timeout());
-            drop(old_client);
+            client.stop().await;
+            let (info, timeout) = (client.session().clone(), client.session_timeout());
             let deadline = Moment::now().after(timeout * 7 / 5);
             let attached = loop {
                 match StoppableClient::attach(&config, timeout, info.clone()).await {
@@ -320,7 +329,8 @@ impl SessionPool {
                 Some((client, sent_at)) => session.resume(&sessions, client, sent_at),
                 None => sessions.remove_ended_session(&session),
             }
-        });
+        };
+        attach_tasks.spawn_on(attach, &runtime);
     }
 
     /// Ends `session` if it is not the oldest session and has had no entry for the session
@@ -364,6 +374,16 @@ impl SessionPool {
 impl fmt::Debug for SessionPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SessionPool").field("live", &self.live_sessions()).finish_non_exhaustive()
+    }
+}
+
+/// The old client of a session that is being attached to a new client. When this value is dropped,
+/// the session has the new client, or it ends. It also ends if the runtime of the attach task ends.
+struct EndOnDrop(Arc<StoppableClient>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 
@@ -529,6 +549,8 @@ pub(crate) struct ZkSession {
     id: i64,
     timeout: Duration,
     config: Arc<ZkConfig>,
+    /// The runtime of all tasks of the session and its clients. The session ends with this runtime.
+    runtime: Handle,
     has_ended: AtomicBool,
     validity: Mutex<SessionValidity>,
     /// The leader's wall clock when it created the newest node of this session, and the time of the
@@ -552,9 +574,10 @@ pub(crate) struct ZkSession {
 impl ZkSession {
     async fn connect(sessions: &Arc<SessionPool>) -> Result<Arc<Self>, BackendError> {
         let config = Arc::clone(&sessions.config);
+        let runtime = sessions.runtime();
         let requested_at = Moment::now();
         let requested = config.session_timeout;
-        let mut client = connect(&config, requested, config.connect_timeout).await?;
+        let mut client = connect(&config, requested, config.connect_timeout, &runtime).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < requested * 2 / 3 {
             // The client's wait for an unresponsive server grows with the requested time-out. A
@@ -562,7 +585,7 @@ impl ZkSession {
             // cannot connect in the remaining time, the first client is used.
             let remaining =
                 config.connect_timeout.saturating_sub(Moment::now().since(requested_at));
-            client = connect(&config, granted, remaining).await.unwrap_or(client);
+            client = connect(&config, granted, remaining, &runtime).await.unwrap_or(client);
         }
         let timeout = client.session_timeout();
         let session = Arc::new(Self {
@@ -572,6 +595,7 @@ impl ZkSession {
             validity: Mutex::new(SessionValidity::new(timeout, requested_at)),
             server_time: Mutex::default(),
             config,
+            runtime,
             has_ended: AtomicBool::new(false),
             majority_requested_at: Mutex::new(requested_at),
             leader_requested_at: Mutex::new(requested_at),
@@ -871,7 +895,7 @@ impl ZkSession {
 
     /// Spawns a task that runs `work` until it ends or the session is dropped.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
-        lock(&self.tasks).spawn(work);
+        lock(&self.tasks).spawn_on(work, &self.runtime);
     }
 
     /// Returns whether the next confirmation by a majority is due.
@@ -890,7 +914,8 @@ impl fmt::Debug for ZkSession {
     }
 }
 
-/// Opens a session with any of the servers, within `limit`.
+/// Opens a session with any of the servers, within `limit`. The tasks of its client run in
+/// `runtime`.
 ///
 /// The client library tries the servers one after the other, in its own order. It waits long for a
 /// server that accepts connections and does not respond. With several servers, this function
@@ -899,17 +924,20 @@ async fn connect(
     config: &ZkConfig,
     session_timeout: Duration,
     limit: Duration,
+    runtime: &Handle,
 ) -> Result<StoppableClient, BackendError> {
     let attempts = if config.has_several_servers() { CONCURRENT_CONNECTS } else { 1 };
     let attempts = (0..attempts).map(async |number| {
         sleep(limit * number / CONCURRENT_CONNECTS).await;
-        StoppableClient::open(config, session_timeout, None).await
+        StoppableClient::open(config, session_timeout, None, runtime).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
     // A failed attempt has tried every server, so the first error ends all attempts.
     let first = timeout(limit, attempts.next()).await;
-    let first = first.map_err(|_| not_connected())?.unwrap_or(Err(Error::NoHosts));
-    first.map_err(|error| to_backend_error(&error).as_refused())
+    let is_encrypted = config.is_encrypted();
+    let first = first.map_err(|_| connect_error(None, is_encrypted))?;
+    let first = first.unwrap_or(Err(Error::NoHosts));
+    first.map_err(|error| connect_error(Some(&error), is_encrypted))
 }
 
 /// Confirms a session regularly, detects its end, releases abandoned claims, and replaces a client
@@ -947,6 +975,11 @@ async fn keep_alive(
                 sessions.end_if_unused(&session);
                 let now = Moment::now();
                 let state = session.client().state();
+                if state.is_terminated() {
+                    // `states` reports no change if the task of the library has panicked.
+                    sessions.remove_ended_session(&session);
+                    return;
+                }
                 if state == SessionState::Disconnected {
                     if disconnected_at.get_or_insert(now).after(reconnect_limit) <= now {
                         sessions.reattach_in_background(&session);

@@ -2,11 +2,11 @@
 //! `session` calls this module.
 //!
 //! The leader expires a session if it learns of no activity for the session time-out. Other servers
-//! report the activity of their clients to the leader in batches, twice per tick. A response
-//! therefore does not prove that the leader knows of the answered request. It proves only that the
-//! leader knows of an earlier request. The response to the earlier request must have arrived at
-//! least [`report_delay_max`] before the answered request was sent. This delay, a quarter of the
-//! time-out, is at least half a tick: by default, servers grant sessions of at least two ticks.
+//! report the activity of their clients to the leader in batches, twice per tick. A response to
+//! request B does not prove that the leader knows of B. It proves that the leader knows of an
+//! earlier request A, if B was sent at least [`report_delay_max`] after the response to A. This
+//! delay is a quarter of the time-out. It is at least half a tick if the session has at least two
+//! ticks, which is the servers' default minimum.
 //!
 //! The time at which a request arrives at the server is unknown, but it is before the response. The
 //! delay therefore counts from the response. A network or a server can delay requests until they
@@ -38,7 +38,8 @@ struct CommittedWrite {
 }
 
 /// Returns the maximum delay until the leader learns of activity in a session of this time-out. The
-/// result is at least half a tick.
+/// result is at least half a tick if the session has at least two ticks, which is the servers'
+/// default minimum.
 fn report_delay_max(timeout: Duration) -> Duration {
     timeout / 4
 }

@@ -13,6 +13,7 @@ use zookeeper_client::{CheckWriteError, CreateMode, Error};
 use crate::backend::ZkBackend;
 use crate::error::{timed_out, to_backend_error};
 use crate::session::ZkSession;
+use crate::timer::timeout;
 
 #[async_trait]
 impl ValueStore for ZkBackend {
@@ -120,7 +121,7 @@ async fn write(
     added.map_err(not_sent)?;
     let limit: Duration = session.config().request_timeout;
     let response = session.unless_stopped(writer.commit());
-    let response = tokio::time::timeout(limit, response).await.map_err(|_| timed_out(limit))?;
+    let response = timeout(limit, response).await.map_err(|_| timed_out(limit))?;
     let response = response.unwrap_or_else(|| Err(Error::ConnectionLoss.into()));
     Ok(response.map(drop))
 }

@@ -370,3 +370,28 @@ async fn an_upgrade_without_a_wait_is_repeated_once_after_a_stale_connection() {
         }
     }
 }
+
+/// The second call queues behind the first, which has the local permit. It must not receive this
+/// permit, and wait in the store for its own owner.
+#[tokio::test(start_paused = true)]
+async fn waiting_calls_of_one_owner_acquire_an_upgradable_lock_together() {
+    let (a, b) = two_processes();
+    let held = b.obtain("k").lock().await.unwrap();
+    let owner = Owner::new();
+    let lock = a.obtain("k");
+    let call = || lock.upgradable_with(LockOptions::new().owner(&owner));
+    let both = async { tokio::join!(call(), call()) };
+    let released = async {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        held.unlock().await.unwrap();
+    };
+    let both =
+        tokio::time::timeout(Duration::from_secs(60), async { tokio::join!(both, released).0 });
+    let (first, second) = both.await.expect("no call waits for its own owner");
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!(first.fencing_token(), second.fencing_token());
+    assert!(b.obtain("k").try_upgradable_with(LockOptions::new()).await.unwrap().is_none());
+    first.unlock().await.unwrap();
+    second.unlock().await.unwrap();
+    assert!(b.obtain("k").try_upgradable_with(LockOptions::new()).await.unwrap().is_some());
+}

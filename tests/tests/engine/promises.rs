@@ -124,6 +124,31 @@ async fn a_claim_is_handed_over_to_local_waiters_in_order_with_growing_tokens() 
     assert_eq!(ours.local_locks(), 0);
 }
 
+/// Each call of `holders` registers with the stall detector for a moment.
+#[tokio::test(start_paused = true)]
+async fn frequent_short_calls_do_not_postpone_the_check_for_unpolled_callers() {
+    let registry = Registry::in_memory().unwrap();
+    let lock = registry.obtain("k");
+    let holder = lock.lock().await.unwrap();
+    let mut unpolled = Box::pin(lock.lock());
+    assert!(futures_util::poll!(unpolled.as_mut()).is_pending());
+    // The lock is handed over to the caller that is not polled.
+    holder.unlock().await.unwrap();
+    let waiter = lock.clone();
+    let waiter = tokio::spawn(async move { waiter.lock().await });
+    let calls = async {
+        loop {
+            registry.obtain("another").holders().await.unwrap();
+            tokio::time::sleep(secs(1)).await;
+        }
+    };
+    tokio::select! {
+        guard = tokio::time::timeout(secs(120), waiter) => drop(guard.unwrap().unwrap().unwrap()),
+        () = calls => {}
+    }
+    drop(unpolled);
+}
+
 #[tokio::test(start_paused = true)]
 async fn close_notifies_the_holders_and_frees_their_keys() {
     let (ours, theirs) = two_processes();

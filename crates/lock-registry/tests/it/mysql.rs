@@ -62,7 +62,8 @@ async fn an_error_has_its_kind_and_no_password() {
             BackendErrorKind::Misconfigured,
         ),
         (format!("mysql://root:{CANARY}@127.0.0.1:1/app"), BackendErrorKind::Transient),
-        (format!("mysql://root:{CANARY}@%2Fmissing%2Fsocket/app"), BackendErrorKind::Misconfigured),
+        (format!("mysql://root:{CANARY}@%2Fmissing%2Fsocket/app"), BackendErrorKind::Transient),
+        #[cfg(feature = "mysql-tls")]
         (
             format!("mysql://root:{CANARY}@{addr}/app?sslmode=require"),
             BackendErrorKind::Misconfigured,
@@ -84,6 +85,16 @@ async fn an_error_has_its_kind_and_no_password() {
             "{error}"
         );
     }
+}
+
+#[cfg(not(feature = "mysql-tls"))]
+#[tokio::test]
+async fn an_error_about_encryption_that_is_not_built_in_names_the_feature() {
+    let error = connect("mysql://127.0.0.1:1/app?sslmode=require").await.unwrap_err();
+    assert!(
+        matches!(&error, ConfigError::Invalid(message) if message.contains("`mysql-tls`")),
+        "{error}"
+    );
 }
 
 #[cfg(feature = "mysql-tls")]

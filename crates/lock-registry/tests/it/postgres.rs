@@ -59,6 +59,7 @@ async fn a_refused_connection_has_its_kind_and_no_login_is_shown() {
     for (url, kind) in [
         (right.replace(":right@", ":canary@"), BackendErrorKind::Denied),
         (right.replace("//postgres:", "//canary:"), BackendErrorKind::Denied),
+        #[cfg(feature = "postgres-tls")]
         (format!("{right}?sslmode=require"), BackendErrorKind::Misconfigured),
         (format!("{right}?create_schema=false&table_prefix=x"), BackendErrorKind::Misconfigured),
         ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
@@ -70,4 +71,14 @@ async fn a_refused_connection_has_its_kind_and_no_login_is_shown() {
         };
         assert_eq!(source.kind(), kind, "{}", error_text(&error));
     }
+}
+
+#[cfg(not(feature = "postgres-tls"))]
+#[tokio::test]
+async fn an_error_about_encryption_that_is_not_built_in_names_the_feature() {
+    let error = connect("postgres://127.0.0.1:1/app?sslmode=require").await.unwrap_err();
+    assert!(
+        matches!(&error, ConfigError::Invalid(message) if message.contains("`postgres-tls`")),
+        "{error}"
+    );
 }

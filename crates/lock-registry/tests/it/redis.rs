@@ -82,8 +82,8 @@ async fn locks_in_different_namespaces_and_databases_are_independent() {
 #[tokio::test]
 async fn an_unknown_database_number_is_an_error() {
     let server = server(&[]).await;
-    let error = connect(&format!("{}/999", server.url())).await.unwrap_err();
-    assert!(matches!(&error, ConfigError::Open { store: "redis", .. }), "{error:?}");
+    let kind = connect_error_kind(&format!("{}/999", server.url())).await;
+    assert_eq!(kind, BackendErrorKind::Misconfigured);
 }
 
 #[tokio::test]
@@ -174,7 +174,8 @@ async fn another_database_number_requires_the_select_right() {
     let addr = server.addr();
     assert_lock_and_unlock(&connect(&format!("redis://selects:canary@{addr}/1")).await.unwrap())
         .await;
-    connect(&format!("redis://plain:canary@{addr}/1")).await.unwrap_err();
+    let kind = connect_error_kind(&format!("redis://plain:canary@{addr}/1")).await;
+    assert_eq!(kind, BackendErrorKind::Denied);
 }
 
 #[tokio::test]

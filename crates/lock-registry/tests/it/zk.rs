@@ -164,7 +164,9 @@ mod encrypted {
         assert_lock_and_unlock(&connect(&trusted).await.unwrap()).await;
         let untrusted = TlsFolder::new().unwrap();
         // The client retries until `connect_timeout`.
-        connect_error(&format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()))).await;
+        let url = format!("{}&connect_timeout=3s", url_with_ca(untrusted.ca_file()));
+        let (_, message) = connect_error(&url).await;
+        assert!(message.contains("a certificate of `ca`"), "{message}");
         // The server sends no response over an unencrypted connection.
         connect_error(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
     }

@@ -177,7 +177,7 @@ fn pid_of(child: &Child) -> Pid {
 fn wait_for_changes(child: &mut Child, change_sender: &mpsc::UnboundedSender<StateChange>) {
     let pid = pid_of(child);
     loop {
-        if let Some(number) = wait_for_real_time_signal(child) {
+        if let Some(number) = wait_and_reap_if_real_time_signal(child) {
             let _ = change_sender.send(StateChange::Ended(CommandExit::RealTimeSignal(number)));
             return;
         }
@@ -202,7 +202,7 @@ fn wait_for_changes(child: &mut Child, change_sender: &mpsc::UnboundedSender<Sta
 /// Waits for the next change of the process. If a real-time signal has ended the process, reaps the
 /// process and returns the number of the signal. `waitpid` of `nix` would lose this number.
 #[cfg(any(target_os = "linux", target_os = "android"))]
-fn wait_for_real_time_signal(child: &mut Child) -> Option<i32> {
+fn wait_and_reap_if_real_time_signal(child: &mut Child) -> Option<i32> {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT;
     match waitid(Id::Pid(pid_of(child)), flags) {
         // `nix` cannot represent the signal.
@@ -212,7 +212,7 @@ fn wait_for_real_time_signal(child: &mut Child) -> Option<i32> {
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
-fn wait_for_real_time_signal(_child: &mut Child) -> Option<i32> {
+fn wait_and_reap_if_real_time_signal(_child: &mut Child) -> Option<i32> {
     None
 }
 

@@ -119,11 +119,16 @@ impl PemFiles {
 fn read_certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
     let named = format!("file {path:?} of option `{option}`");
     let pem = read(path).map_err(|error| {
-        let problem = format!("{named} cannot be read; check its path and permissions");
+        let problem = format!(
+            "{named} cannot be read, or is no file of at most 1 MiB; check its path and permissions"
+        );
         misconfigured(store, &problem).with_source(error)
     })?;
     if !contains_marker(&pem, "-----BEGIN CERTIFICATE-----") {
-        return Err(misconfigured(store, &format!("{named} contains no PEM certificate")));
+        let problem = format!(
+            "{named} contains no PEM certificate; write the path of a file with a line `-----BEGIN CERTIFICATE-----`"
+        );
+        return Err(misconfigured(store, &problem));
     }
     Ok(pem)
 }
@@ -131,7 +136,8 @@ fn read_certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, 
 // Errors do not show the path, because a user may pass the key itself.
 fn read_private_key(store: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
     let pem = read(path).map_err(|error| {
-        let problem = "the file of option `key` cannot be read; check its path and permissions";
+        let problem =
+            "the file of option `key` cannot be read, or is no file of at most 1 MiB; check its path and permissions";
         misconfigured(store, problem).with_source(error)
     })?;
     if !contains_marker(&pem, "PRIVATE KEY-----") || contains_marker(&pem, "ENCRYPTED") {

@@ -284,8 +284,15 @@ fn parse_host(host: &str, default_port: u16) -> Option<Host> {
         _ => (host, Some(default_port)),
     };
     let port = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty())?;
-    let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    Some((name.to_owned(), port))
+    let Some(address) = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) else {
+        return Some((name.to_owned(), port));
+    };
+    // One spelling for each address, so that a duplicate host is found.
+    let address = match address.parse::<Ipv6Addr>() {
+        Ok(address) => address.to_string(),
+        Err(_) => address.to_owned(),
+    };
+    Some((address, port))
 }
 
 /// Returns whether `host` is a host with an optional port. This is false for `user:password`,

@@ -6,6 +6,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::panic_safe::catch_panic;
+
 /// The reason why a value is invalid, as a predicate: `is not a time; HINT`. Contains no secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InvalidValue(Cow<'static, str>);
@@ -40,14 +42,16 @@ impl StdError for InvalidValue {}
 /// unit.
 pub fn parse_time(text: &str) -> Result<Duration, InvalidValue> {
     let trimmed = text.trim();
-    // `humantime` accepts `0`, but no other number without a unit.
-    humantime::parse_duration(trimmed).map_err(|_| {
+    // `humantime` accepts `0`, but no other number without a unit. It panics at one time above the
+    // maximum of a `Duration`.
+    let parsed = catch_panic(|| humantime::parse_duration(trimmed).ok()).flatten();
+    parsed.ok_or_else(|| {
         InvalidValue::new(if trimmed.starts_with('-') {
             "is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
-        } else if trimmed.parse::<f64>().is_ok() {
+        } else if trimmed.parse::<f64>().is_ok_and(f64::is_finite) {
             "has no unit; write a time such as `30s`, `1500ms` or `1m 30s`"
         } else {
-            "is not a time; write a time such as `30s`, `1500ms` or `1m 30s`"
+            "is not a time, or is too long; write a time such as `30s`, `1500ms` or `1m 30s`"
         })
     })
 }

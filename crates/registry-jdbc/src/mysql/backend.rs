@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use registry_core::config::OpenBackend;
 use registry_core::{
-    Attempt, BackendError, Claim, FencingToken, Finding, Key, LockBackend, Release, Renewal,
-    WakeCheck,
+    Attempt, BackendError, Claim, ClaimMode, FencingToken, Finding, Key, LockBackend, Release,
+    Renewal, WakeCheck,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
@@ -126,10 +126,17 @@ impl Dialect for MySql {
         position: u64,
         error: BackendError,
     ) -> Result<Option<Attempt>, BackendError> {
+        // The row contains the claim with the mode before the conversion, which is no result.
+        if claim.is_conversion() {
+            return Err(error);
+        }
         match table.attempt_from_current_row(claim, position).await {
             Ok(Some(held)) => Ok(Some(held)),
             // The server rejected the attempt, so nothing was granted.
-            Ok(None) | Err(_) => Err(error),
+            Ok(None) => Err(error),
+            Err(second) if second.refused() => Err(error),
+            // A row with a record is written once more.
+            Err(_) => Err(error.as_unknown()),
         }
     }
 
@@ -138,22 +145,23 @@ impl Dialect for MySql {
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let (lease, requested_at) = (claims[0].lease(), Instant::now());
-        let (client, texts) = (&table.store.client, &table.store.statements);
+        let (store, statements) = (&table.store, &table.store.statements);
         let ids = claims.iter().map(|claim| table.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
         let (limit, lease_value) = (claim_count(claims), Value::Number(micros(lease)));
         let values = [ids.clone(), Value::claims(claims), limit, lease_value];
-        let renewal = Statement::new(&texts.renew, values);
+        let renewal = Statement::new(&statements.renew, values);
         // A repeated renewal has the same effect as a single renewal, so it may be sent again.
-        let answer = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
+        let answer =
+            store.client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
         let renewal =
-            ExecutedRenewal { client, claims, requested_at, changed: answer.affected_rows };
-        let unexpired = Statement::new(&texts.unexpired, [ids]);
+            ExecutedRenewal { store, claims, requested_at, changed: answer.affected_rows };
+        let unexpired = Statement::new(&statements.unexpired, [ids]);
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
 
     async fn wait_for_fence(table: &MySqlLeaseTable, claim: &Claim) -> Result<(), BackendError> {
-        wait_for_fence(async || {
+        wait_for_fence(claim, async || {
             if !is_locked_or_missing(table, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
             }
@@ -198,11 +206,11 @@ impl Dialect for MySql {
     /// Records the largest token in the meta table, and then deletes the rows. The two statements
     /// need no transaction: between them, both the meta table and the rows contain the tokens.
     async fn purge_batch(store: &SqlStore<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
-        let texts = &store.statements;
+        let statements = &store.statements;
         let min_age = Value::Number(micros(store.settings().purge_after));
         let values =
             [Value::bytes(&start), Value::Number(i64::from(PURGE_BATCH_ROWS)), min_age.clone()];
-        let rows = store.query(&texts.purge_candidates, values).await?;
+        let rows = store.query(&statements.purge_candidates, values).await?;
         let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
         let mut token: Option<i64> = None;
         for row in &rows {
@@ -213,9 +221,9 @@ impl Dialect for MySql {
         let change = async |statement| {
             store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
         };
-        change(Statement::new(&texts.raise_floor, [token.clone()])).await?;
+        change(Statement::new(&statements.raise_floor, [token.clone()])).await?;
         let values = [Value::ManyBytes(ids), min_age, token];
-        Ok(change(Statement::new(&texts.purge, values)).await?.affected_rows)
+        Ok(change(Statement::new(&statements.purge, values)).await?.affected_rows)
     }
 
     async fn diagnose(store: &SqlStore<Self>) -> Result<Vec<Finding>, BackendError> {
@@ -275,16 +283,16 @@ pub(super) fn claim_count(claims: &[&Claim]) -> Value {
 
 /// A renewal that the server has executed. All claims have the same lease.
 pub(super) struct ExecutedRenewal<'a> {
-    pub(super) client: &'a SqlClient<MySql>,
+    pub(super) store: &'a SqlStore<MySql>,
     pub(super) claims: &'a [&'a Claim],
     pub(super) requested_at: Instant,
     pub(super) changed: u64,
 }
 
 impl ExecutedRenewal<'_> {
-    /// Returns one answer for each claim. The query `unexpired` returns the holders of the keys,
-    /// their times left, and whether the server is writable. `holder` converts a claim to the form
-    /// of that query's first column.
+    /// Returns one answer for each claim. For each key that is held, the query `unexpired` returns
+    /// the holder, its time left, and whether the server is writable. `holder` converts a claim to
+    /// the form of that query's first column.
     pub(super) async fn answers<H>(
         self,
         holder: impl Fn(&Claim) -> H + Send,
@@ -293,7 +301,7 @@ impl ExecutedRenewal<'_> {
     where
         H: Eq + Hash + Send + for<'r> Decode<'r, MySql> + Type<MySql>,
     {
-        let Self { client, claims, requested_at, changed } = self;
+        let Self { store, claims, requested_at, changed } = self;
         let lease = claims[0].lease();
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(changed) == Ok(wanted.len()) {
@@ -301,13 +309,17 @@ impl ExecutedRenewal<'_> {
         }
         // Some grants have ended, or a fence has locked their rows. The query shows which of them
         // still exist.
-        let rows = client.query(ConnectionUse::Renew(lease), &unexpired).await?;
+        let rows = store.client.query(ConnectionUse::Renew(lease), &unexpired).await?;
         let elapsed = requested_at.elapsed();
-        let is_writable = rows.first().map(|row| flag::<MySql>(row, 2)).transpose()?;
-        if is_writable == Some(false) {
-            // After a failover, new connections may reach the new primary.
-            client.close_idle();
-            return Err(error::read_only(error::STORE));
+        match rows.first().map(|row| flag::<MySql>(row, 2)).transpose()? {
+            Some(true) => {}
+            Some(false) => {
+                // After a failover, new connections may reach the new primary.
+                store.client.close_idle();
+                return Err(error::read_only(error::STORE));
+            }
+            // A read-only server that lags may lack the rows of live grants.
+            None => store.check_writable(ConnectionUse::Renew(lease)).await?,
         }
         let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), BackendError> {
             let holder = row.try_get(0).map_err(MySql::explain)?;
@@ -317,8 +329,8 @@ impl ExecutedRenewal<'_> {
         let answer = |claim: &&Claim| match unexpired.get(&Some(holder(claim))) {
             None => Ok(Renewal::Gone),
             // The renewal was executed after `requested_at`, so a renewed grant has at least its
-            // lease left, less `elapsed`. A skipped row with as much time left was granted or
-            // renewed recently, so `Renewed` is also true for its grant.
+            // lease left, less `elapsed`. A row that the renewal skipped can have this much time
+            // left after a recent grant or renewal. `Renewed` is then correct for it too.
             Some(left) if left.saturating_add(elapsed) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
@@ -328,9 +340,12 @@ impl ExecutedRenewal<'_> {
     }
 }
 
-/// Waits for the end of a fenced transaction, which keeps the row locked. Returns an error after
-/// the sum of [`FENCE_CHECK_PAUSES`].
-pub(super) async fn wait_for_fence<F>(has_open_fence: impl Fn() -> F) -> Result<(), BackendError>
+/// Waits for the end of a fenced transaction, which keeps the row of `claim` locked. Returns an
+/// error after the sum of [`FENCE_CHECK_PAUSES`].
+pub(super) async fn wait_for_fence<F>(
+    claim: &Claim,
+    has_open_fence: impl Fn() -> F,
+) -> Result<(), BackendError>
 where
     F: Future<Output = Result<bool, BackendError>>,
 {
@@ -343,7 +358,10 @@ where
             sleep(pause).await;
         }
     }
-    Err(error::fenced_transaction_open(error::STORE))
+    Err(match claim.mode() {
+        ClaimMode::Exclusive => error::fenced_transaction_open(error::STORE),
+        _ => error::fenced_transaction_of_holder_open(error::STORE),
+    })
 }
 
 /// Returns whether a transaction currently has the key's row locked, or the row does not exist.
@@ -380,7 +398,7 @@ async fn end_connection(
     if let Err(error) = killed
         && !error::is_no_such_connection(&error)
     {
-        return Err(error::explain_not_ended(error));
+        return Err(error::explain_termination_denied(error));
     }
     // `KILL` returns before the connection has ended, so this loop waits for its end.
     let killed_at = Instant::now();

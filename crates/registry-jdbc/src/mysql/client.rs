@@ -1,5 +1,7 @@
 //! Connections to the server.
 
+use std::time::Duration;
+
 use futures_util::FutureExt as _;
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row as _};
@@ -8,8 +10,8 @@ use super::config::MySqlConfig;
 use super::sql;
 use super::statement::send;
 use crate::server::{
-    Answer, ConnectionPool, QueryMode, ServerErrors as _, SessionFailure, SqlClient, Statement,
-    StatementText, Value, session_failure,
+    Answer, ConnectionPool, PoolLimits, QueryMode, ServerErrors as _, SessionFailure, SqlClient,
+    Statement, StatementText, Value, session_failure,
 };
 
 pub(crate) type MySqlClient = SqlClient<MySql>;
@@ -17,12 +19,13 @@ pub(crate) type MySqlClient = SqlClient<MySql>;
 pub(super) fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
     let lock_timeout = config.settings.busy_timeout.as_millis().div_ceil(1_000);
     let lock_timeout = u64::try_from(lock_timeout).unwrap_or(u64::MAX);
-    ConnectionPool::new(config.connect_options(), config.settings.pool_limits()).with_after_connect(
-        Box::new(move |connection: &mut MySqlConnection| {
-            let after_connect = sqlx::raw_sql(sql::connection_settings(lock_timeout));
-            async move { after_connect.execute(connection).await.map(drop) }.boxed()
-        }),
-    )
+    let row_lock_timeout = Duration::from_secs(lock_timeout);
+    let limits = PoolLimits { row_lock_timeout, ..config.settings.pool_limits() };
+    let pool = ConnectionPool::new(config.connect_options(), limits);
+    pool.with_after_connect(Box::new(move |connection: &mut MySqlConnection| {
+        let after_connect = sqlx::raw_sql(sql::connection_settings(lock_timeout));
+        async move { after_connect.execute(connection).await.map(drop) }.boxed()
+    }))
 }
 
 /// Sends a statement of a session, outside of a transaction. Does not retry.

@@ -53,13 +53,17 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
     let is_on = |name: &str| matches!(value(name), "ON" | "1");
     let mut findings =
         vec![Finding::note(format!("{} {}", value("version_comment"), value("version")))];
-    if is_on("read_only") || is_on("super_read_only") {
+    // As in the statements, any other value than `OFF` is read-only. MariaDB has several such
+    // values. A server without a variable returns no row for it.
+    let is_read_only = |name: &str| !matches!(value(name), "" | "OFF" | "0");
+    if is_read_only("read_only") || is_read_only("super_read_only") {
         findings.push(Finding::warning(
             "read_only is on: this server is probably a replica; locks can be acquired only on the primary",
         ));
     }
     let flush = value("innodb_flush_log_at_trx_commit");
-    if flush != "1" {
+    // In MariaDB, 3 flushes at least as often as 1.
+    if !matches!(flush, "1" | "3") {
         findings.push(Finding::warning(format!(
             "innodb_flush_log_at_trx_commit is {flush}: a crash of the {} may free locks of the last second; set it to 1",
             if flush == "0" { "server" } else { "host" }
@@ -125,6 +129,8 @@ mod tests {
     #[test]
     fn a_durable_server_has_no_findings_except_its_version() {
         assert_eq!(messages(&[]), Vec::<String>::new());
+        let of_mariadb = ("innodb_flush_log_at_trx_commit", "3");
+        assert_eq!(messages(&[of_mariadb]), Vec::<String>::new());
     }
 
     #[test]
@@ -133,6 +139,7 @@ mod tests {
             ("innodb_flush_log_at_trx_commit", "0"),
             ("innodb_flush_log_at_trx_commit", "2"),
             ("read_only", "ON"),
+            ("read_only", "NO_LOCK_NO_ADMIN"),
             ("innodb_doublewrite", "OFF"),
             ("innodb_flush_method", "nosync"),
         ] {

@@ -10,10 +10,10 @@ use sqlx::mysql::MySqlDatabaseError;
 
 use crate::server::error::{READ_ONLY, client_error};
 pub(super) use crate::server::error::{
-    fenced_transaction_open, held_by_caller_transaction, read_only, row_locked, still_connected,
-    timed_out,
+    fenced_transaction_of_holder_open, fenced_transaction_open, held_by_caller_transaction,
+    read_only, row_locked, still_connected, timed_out,
 };
-use crate::server::{ErrorEffect, ServerErrors, error};
+use crate::server::{ErrorEffect, PoolError, ServerErrors, error};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// The name of the store in errors.
@@ -41,8 +41,10 @@ impl ServerErrors for MySql {
             other => error::classify_client_error(other),
         };
         // Missing rights, failed logins, and limits of a user.
-        let names_user = |number: &u16| class.0 == Denied || matches!(number, 1203 | 1226 | 1449);
-        let redacted_code = number_of(&error).filter(names_user).map(|number| number.to_string());
+        let text_may_name_user =
+            |number: &u16| class.0 == Denied || matches!(number, 1203 | 1226 | 1449);
+        let redacted_code =
+            number_of(&error).filter(text_may_name_user).map(|number| number.to_string());
         error::explain(error, STORE, class, redacted_code)
     }
 
@@ -64,8 +66,13 @@ impl ServerErrors for MySql {
     }
 }
 
+/// Converts the reason for a missing connection. Nothing was sent.
+pub(super) fn not_connected(reason: PoolError) -> BackendError {
+    error::not_connected(reason, STORE, MySql::explain)
+}
+
 /// Adds a hint to `error` if the user lacks the right to end the connection that holds the key.
-pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
+pub(super) fn explain_termination_denied(error: BackendError) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
     }

@@ -11,6 +11,7 @@
 
 use std::time::Duration;
 
+use registry_core::config::BackendConfig as _;
 use registry_core::{BackendError, FencingToken, Key};
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row};
@@ -20,7 +21,7 @@ use super::backend::{MySqlLeaseTable, is_locked_or_missing};
 use super::error;
 use super::release_poller;
 use super::statement::simple_query;
-use crate::lock_in::{Deadline, LockInError};
+use crate::lock_in::{Deadline, LockInError, response_within};
 use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
 
@@ -50,7 +51,9 @@ async fn attempt(
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let backend_error = |source| LockInError::backend(key, source);
+    let backend_error = |source: BackendError| {
+        LockInError::backend(key, source.with_address(table.store.config.address()))
+    };
     // The store's connections may find the row free, while the transaction finds no row to lock.
     // Then the transaction is on another database, or another client briefly locked the row. After
     // a second such round, the id of the tables shows whether the database is another one.
@@ -67,7 +70,7 @@ async fn attempt(
     }
     // A plain read would open the caller's snapshot before the grant. The transaction would then
     // not see all writes before the grant. A read that locks the meta row opens no snapshot.
-    let meta = send(connection, key, &table.store.statements.meta_locking_read, []).await?;
+    let meta = send(table, connection, key, &table.store.statements.meta_locking_read, []).await?;
     check_database(table, meta.as_ref(), 1, key)?;
     check_writable(meta.as_ref(), 2, key)?;
     Ok(None)
@@ -78,9 +81,10 @@ async fn try_lock(
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let (texts, id) = (&table.store.statements, || table.id_value(key));
+    let (statements, id) = (&table.store.statements, || table.id_value(key));
     let classify = |error| classify(key, error);
-    let Some(row) = send(connection, key, &texts.lock_row, [id()]).await? else { return Ok(None) };
+    let locked = send(table, connection, key, &statements.lock_row, [id()]).await?;
+    let Some(row) = locked else { return Ok(None) };
     // Another client was granted a lease since the check. The row lock of this transaction blocks
     // renewals of that lease, so return an error at once.
     if row.try_get::<i64, _>(0).map_err(classify)? != 0 {
@@ -94,7 +98,7 @@ async fn try_lock(
     }
     let newest_token = Value::Number(row.try_get(3).map_err(classify)?);
     let values = [id(), Value::MaybeBytes(claim), newest_token];
-    let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
+    let seen = send(table, connection, key, &statements.is_current_in_snapshot, values).await?;
     check_database(table, seen.as_ref(), 0, key)?;
     check_writable(seen.as_ref(), 2, key)?;
     if is_false(seen.as_ref(), 1) {
@@ -105,20 +109,23 @@ async fn try_lock(
     let token: i64 = row.try_get(1).map_err(classify)?;
     let fencing_token = FencingToken::try_from(token)
         .map_err(|error| classify(sqlx::Error::Decode(error.into())))?;
-    send(connection, key, &texts.raise_token, [id(), Value::Number(token)]).await?;
+    let values = [id(), Value::Number(token)];
+    send(table, connection, key, &statements.raise_token, values).await?;
     Ok(Some(fencing_token))
 }
 
 /// Sends a statement in the caller's transaction. Returns its first row.
 async fn send(
+    table: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
     text: &StatementText,
     values: impl Into<Vec<Value>>,
 ) -> Result<Option<MySqlRow>, LockInError> {
     let text = Statement::new(text, values).inlined::<MySql>();
-    let rows = simple_query(connection, text).await.map_err(|error| classify(key, error))?;
-    Ok(rows.into_iter().next())
+    let response = simple_query(connection, text);
+    let rows = response_within(table.store.settings().response_timeout, response).await;
+    Ok(rows.map_err(|error| classify(key, error))?.into_iter().next())
 }
 
 /// Returns an error if the transaction is not on the store's database. `column` of `row` contains
@@ -165,15 +172,15 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
 /// client holds a lease, has just inserted the row, or keeps the row of an ended grant locked.
 /// Returns an error if the server is read-only.
 async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendError> {
-    let (store, texts) = (&table.store, &table.store.statements);
+    let (store, statements) = (&table.store, &table.store.statements);
     let change = async |text, values: Vec<Value>| {
         let statement = Statement::new(text, values);
         store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
     };
-    let Some(row) = store.query(&texts.is_free, [table.id_value(key)]).await?.into_iter().next()
-    else {
+    let found = store.query(&statements.is_free, [table.id_value(key)]).await?;
+    let Some(row) = found.into_iter().next() else {
         let values = vec![table.id_value(key), table.namespace_value(), Value::key(key)];
-        let is_inserted = change(&texts.insert_row, values).await?.affected_rows > 0;
+        let is_inserted = change(&statements.insert_row, values).await?.affected_rows > 0;
         if !is_inserted {
             // Another client has inserted the row, or the server is read-only.
             store.check_writable(ConnectionUse::Acquire).await?;
@@ -188,7 +195,7 @@ async fn prepare_row(table: &MySqlLeaseTable, key: &Key) -> Result<bool, Backend
     if !is_free || !has_claim {
         return Ok(is_free);
     }
-    Ok(change(&texts.clear_ended, vec![table.id_value(key)]).await?.affected_rows > 0)
+    Ok(change(&statements.clear_ended, vec![table.id_value(key)]).await?.affected_rows > 0)
 }
 
 /// The longest pause between two attempts of a waiting transaction. If another process locks the

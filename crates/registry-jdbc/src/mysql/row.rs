@@ -16,8 +16,8 @@ use super::sql;
 use super::statement::{send, simple_query};
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockPermit, RowLockPool, RowStatements,
-    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
+    ErrorEffect, IDLE_TIMEOUT, LockAttempt, PoolError, QueryMode, RowLockPermit, RowLockPool,
+    RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
 /// Sends the statements of the sessions. Each session holds the row of one lock.
@@ -44,11 +44,11 @@ struct MySqlRowTransaction {
 
 impl MySqlRowProtocol {
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let (store, texts) = (&self.table.store, &self.table.store.statements);
-        if let Some(row) = store.query(&texts.lock_row, [self.table.id_value(key)]).await?.first() {
+        let (store, id) = (&self.table.store, || [self.table.id_value(key)]);
+        if let Some(row) = store.query(&store.statements.lock_row, id()).await?.first() {
             return Ok(!flag::<MySql>(row, 0)?);
         }
-        Ok(store.query(&texts.lease_left, [self.table.id_value(key)]).await?.is_empty())
+        Ok(store.query(&store.statements.lease_left, id()).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -59,10 +59,11 @@ impl MySqlRowProtocol {
         claim: &Claim,
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
-            let (texts, id) = (&self.table.store.statements, || self.table.id_value(claim.key()));
+            let (statements, id) =
+                (&self.table.store.statements, || self.table.id_value(claim.key()));
             let values =
                 [id(), Value::claim(claim), Value::token_block(claim), Value::label(claim)];
-            let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
+            let token = send_once(&mut connected.connection, &statements.row_write_claim, values)
                 .await?
                 .last_insert_id;
             if token != 0 {
@@ -70,12 +71,12 @@ impl MySqlRowProtocol {
                 return token.map(Some).map_err(SessionFailure::Broken);
             }
             self.check_writable(connected).await?;
-            let rows = send_once(&mut connected.connection, &texts.lease_left, [id()]).await?.rows;
-            match rows.first() {
+            let left = send_once(&mut connected.connection, &statements.lease_left, [id()]).await?;
+            match left.rows.first() {
                 None => {
                     let key = Value::key(claim.key());
                     let values = [id(), self.table.namespace_value(), key];
-                    send_once(&mut connected.connection, &texts.insert_row, values).await?;
+                    send_once(&mut connected.connection, &statements.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
                 // A holder has locked the row, or another client's check of the row has locked it
@@ -156,10 +157,8 @@ impl SessionProtocol for MySqlRowProtocol {
         let connecting = super::session::connect(&self.table.store.config, IDLE_TIMEOUT);
         let connected = timeout(self.table.store.settings().connect_timeout, connecting).await;
         let connection = connected
-            .map_err(|_| {
-                error::timed_out(error::STORE, self.table.store.settings().connect_timeout)
-            })?
-            .map_err(MySql::explain)?;
+            .map_err(|_| error::not_connected(PoolError::TimedOut))?
+            .map_err(|error| error::not_connected(PoolError::Sqlx(error)))?;
         Ok(MySqlRowConnection { connection, permit, transaction: None })
     }
 

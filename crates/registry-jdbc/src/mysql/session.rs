@@ -17,8 +17,8 @@ use super::release_poller;
 use super::sql;
 use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
-    IDLE_TIMEOUT, LockAttempt, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
-    StatementText, TokenPlan, Value,
+    IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionGrant,
+    SessionProtocol, StatementText, TokenPlan, Value,
 };
 
 /// Sends the statements of a session.
@@ -166,10 +166,10 @@ impl SessionProtocol for MySqlSessionProtocol {
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
         match timeout(self.table.store.settings().connect_timeout, connecting).await {
-            Ok(connected) => connected.map_err(MySql::explain),
-            Err(_) => {
-                Err(error::timed_out(error::STORE, self.table.store.settings().connect_timeout))
+            Ok(connected) => {
+                connected.map_err(|error| error::not_connected(PoolError::Sqlx(error)))
             }
+            Err(_) => Err(error::not_connected(PoolError::TimedOut)),
         }
     }
 
@@ -238,18 +238,18 @@ impl SessionProtocol for MySqlSessionProtocol {
         token: FencingToken,
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
-        let (texts, id) = (&self.table.store.statements, self.table.id_value(claim.key()));
+        let (statements, id) = (&self.table.store.statements, self.table.id_value(claim.key()));
         let (claim_value, token, block) =
             (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {
             let earlier_claim = Value::bytes(&row_claim.to_bytes());
             let values =
                 [id.clone(), claim_value.clone(), token.clone(), block.clone(), earlier_claim];
-            send_once(&mut connected.connection, &texts.session_update_claim, values).await?;
+            send_once(&mut connected.connection, &statements.session_update_claim, values).await?;
         }
         let (namespace, key) = (self.table.namespace_value(), Value::key(claim.key()));
         let values = [id, namespace, key, claim_value, token, block];
-        send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
+        send_once(&mut connected.connection, &statements.session_ensure_row, values).await.map(drop)
     }
 
     /// The servers send no notifications, so this polls at growing intervals.

@@ -31,6 +31,7 @@ use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
+use crate::server::statement::with_names;
 use crate::server::{
     HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
     WaiterStatements,
@@ -109,6 +110,13 @@ impl MySqlStatements {
         let database = quoted(database);
         let now = mutant::clock(NOW);
         let marker = format!("x'{:032x}'", u128::from_be_bytes(RECORD_MARKER));
+        let table = |name: &str| format!("{database}.{prefix}_{name}");
+        let names = [
+            ("{locks}", table("locks")),
+            ("{meta}", table("meta")),
+            ("{values}", table("values")),
+            ("{waiters}", table("waiters")),
+        ];
         let text = |template: &str| {
             let text = template
                 .replace("{has_grant}", HAS_GRANT)
@@ -116,14 +124,10 @@ impl MySqlStatements {
                 .replace("{free}", FREE)
                 .replace("{is_in_snapshot}", IS_IN_SNAPSHOT)
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
-                .replace("{locks}", &format!("{database}.{prefix}_locks"))
-                .replace("{meta}", &format!("{database}.{prefix}_meta"))
-                .replace("{values}", &format!("{database}.{prefix}_values"))
-                .replace("{waiters}", &format!("{database}.{prefix}_waiters"))
                 .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
-            StatementText::positional(&text, &LIST_SIZES)
+            StatementText::positional(&with_names(&text, &names), &LIST_SIZES)
         };
         let holder_statements = |connection| HolderStatements {
             of_key: text(&holders_query("id = $1", connection)),
@@ -176,7 +180,7 @@ impl MySqlStatements {
         Self {
             rows,
             meta_locking_read: text(&format!("{META} LOCK IN SHARE MODE")),
-            label_size: text(LABEL_SIZE),
+            label_size: text(QUERY_LABEL_SIZE),
             has_newest_table: text("SELECT 1 FROM {waiters} WHERE FALSE"),
             holder_connection: text(HOLDER_CONNECTION),
             kill: text("KILL CONNECTION $1"),
@@ -259,7 +263,7 @@ const META: &str = "SELECT version, store, CAST({writable} AS SIGNED), 0 FROM {m
 /// Returns the size of the column for labels and records.
 ///
 /// Parameters: database, table.
-const LABEL_SIZE: &str = "\
+const QUERY_LABEL_SIZE: &str = "\
     SELECT CAST(character_octet_length AS SIGNED) FROM information_schema.columns \
     WHERE table_schema = $1 AND table_name = $2 AND column_name = 'label'";
 

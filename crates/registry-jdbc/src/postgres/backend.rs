@@ -204,24 +204,24 @@ impl Dialect for Postgres {
 
     /// Frees `key`: ends a lease, or ends the connection that has the row locked for a claim.
     async fn force_release(table: &PgLeaseTable, key: &Key) -> Result<Release, BackendError> {
-        let (store, texts) = (&table.store, &table.store.statements);
+        let (store, statements) = (&table.store, &table.store.statements);
         let send = async |text, resend, values: Vec<Value>| {
             let statement = Statement::new(text, values);
             store.client.send(ConnectionUse::Release, resend, &statement).await
         };
         let notification = table.wakeups.notification(table.row_id(key));
         let values = [&[table.id_value(key)], &notification[..2]].concat();
-        let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
-        if released == Release::Freed {
+        let released = send(&statements.force_release, Resend::Never, values).await?;
+        if released.release_outcome() == Release::Freed {
             return Ok(Release::Freed);
         }
         let end_timeout = CONNECTION_END_TIMEOUT.min(store.settings().response_timeout / 2);
         let values = vec![table.id_value(key), Value::Number(micros(end_timeout) / 1_000)];
-        let ended = send(&texts.terminate_row_holder, Resend::Never, values).await;
-        match ended.map_err(error::explain_not_ended)?.rows.first() {
+        let ended = send(&statements.terminate_row_holder, Resend::Never, values).await;
+        match ended.map_err(error::explain_termination_denied)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
                 // The ended transaction was not committed, so it sent no notification.
-                send(&texts.row_notify, Resend::Allowed, notification).await?;
+                send(&statements.row_notify, Resend::Allowed, notification).await?;
                 Ok(Release::Freed)
             }
             Some(_) => Err(error::still_connected(error::STORE)),

@@ -147,8 +147,11 @@ impl PostgresConfig {
     /// `Misconfigured` if the URL is invalid, contains options, or names no database. The error
     /// does not repeat the URL, which may contain a password.
     pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
-        let invalid = || Postgres::misconfigured("the URL of the listener is invalid");
-        let server = parse_listen(url).ok_or_else(invalid)?;
+        let server = parse_listen(url).ok_or_else(|| {
+            Postgres::misconfigured(
+                "the URL of the listener is invalid; write `postgres://USER:PASSWORD@HOST:PORT/DATABASE` without options",
+            )
+        })?;
         self.listen = Listen::OtherServer(Box::new(with_fixed_options(server)));
         Ok(self)
     }

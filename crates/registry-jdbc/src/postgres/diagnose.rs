@@ -25,9 +25,9 @@ pub(super) async fn check_listener(table: &PgLeaseTable) -> Option<Finding> {
         Ok(false) => {
             "a test notification did not arrive; `listen` may lead through a pooler or to another database".to_owned()
         }
-        Err(error) => format!("listening: {error}"),
+        Err(error) => format!("the listener cannot connect: {error}"),
     };
-    Some(Finding::warning(format!("release notifications do not arrive, so waiters poll; {cause}")))
+    Some(Finding::warning(format!("release notifications do not arrive, so waiters poll: {cause}")))
 }
 
 /// Returns findings if the server has too few connections for `row_locks`, or if old row locks hold
@@ -113,11 +113,12 @@ fn setting_findings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
 /// Sends a test notification. Parameters: channel, payload.
 const NOTIFY: &str = "SELECT pg_notify($1::text, $2::text) IS NULL";
 
-/// Returns the server's connection limit and the number of old row locks. The server does not show
-/// other users' transactions.
+/// Returns the server's connection limit and the number of old row locks in this database. The
+/// server does not show other users' transactions.
 const CONNECTION_LIMIT: &str = "\
     SELECT current_setting('max_connections')::bigint, \
-        (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry' AND state = 'idle in transaction' \
+        (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+            AND application_name = 'lock-registry' AND state = 'idle in transaction' \
             AND xact_start < clock_timestamp() - interval '5 minutes')";
 
 /// Has no parameters, so it works in every query mode.

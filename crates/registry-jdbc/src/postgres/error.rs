@@ -56,9 +56,9 @@ impl ServerErrors for Postgres {
         };
         // Failed logins, an unknown database (by default that of the user's name), limits of a
         // role, and errors of a pooler.
-        let names_user =
+        let text_may_name_user =
             |code: &&str| code.starts_with("28") || matches!(*code, "3D000" | "53300" | "08P01");
-        let redacted_code = code_of(&error).filter(names_user).map(str::to_owned);
+        let redacted_code = code_of(&error).filter(text_may_name_user).map(str::to_owned);
         server::error::explain(error, STORE, class, redacted_code)
     }
 
@@ -119,7 +119,7 @@ pub(super) fn row_locked() -> BackendError {
 }
 
 /// Adds a hint to `error` if the user lacks the right to end the connection that holds the key.
-pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
+pub(super) fn explain_termination_denied(error: BackendError) -> BackendError {
     if !client_error(&error).is_some_and(is_denied) {
         return error;
     }
@@ -135,8 +135,12 @@ pub(super) fn corrupt(message: &str) -> BackendError {
 /// Returns the kind, the message, and whether the server certainly executed nothing.
 fn classify_code(code: &str, is_fatal: bool) -> ErrorClass {
     let (kind, message, is_before_execution) = classify(code, is_fatal);
-    (kind, message, is_before_execution || !is_fatal)
+    (kind, message, is_before_execution || !is_fatal && code != COMPLETION_UNKNOWN)
 }
+
+/// `statement_completion_unknown`: the statement may have had its effect, although the connection
+/// continues.
+const COMPLETION_UNKNOWN: &str = "40003";
 
 /// Returns the kind, the message, and whether the error occurs only before anything was executed.
 fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool) {
@@ -144,6 +148,9 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         "40001" => (Transient, "another transaction changed the row concurrently; retry", false),
         "40P01" => {
             (Transient, "the server detected a deadlock with another transaction; retry", false)
+        }
+        COMPLETION_UNKNOWN => {
+            (Transient, "it is unknown whether the server completed the statement; retry", false)
         }
         "55P03" => (
             Transient,
@@ -187,7 +194,12 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         "3D000" => {
             (Misconfigured, "the database does not exist; create it or name another one", true)
         }
-        "42P01" | "42703" | "3F000" => (
+        "3F000" => (
+            Misconfigured,
+            "the schema for the lock tables does not exist; create the schema, or set `schema` to another one",
+            true,
+        ),
+        "42P01" | "42703" => (
             Misconfigured,
             "the lock tables are missing or belong to another program; create them with the output of `lockreg schema postgres`",
             true,
@@ -262,7 +274,6 @@ mod tests {
         let table: &[(&str, BackendErrorKind)] = &[
             ("40001", Transient),
             ("40P01", Transient),
-            ("40003", Transient),
             ("55P03", Transient),
             ("55006", Transient),
             ("57014", Transient),
@@ -304,6 +315,8 @@ mod tests {
             let class = classify_code(code, false);
             assert_eq!((class.0, class.2), (kind, true), "{code}: {class:?}");
         }
+        let class = classify_code("40003", false);
+        assert_eq!((class.0, class.2), (Transient, false), "its outcome is unknown: {class:?}");
     }
 
     /// sqlx 0.9 creates these errors.

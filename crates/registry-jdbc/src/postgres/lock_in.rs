@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::error;
 use super::statement::simple_query;
-use crate::lock_in::{Deadline, LockInError};
+use crate::lock_in::{Deadline, LockInError, response_within};
 use crate::server::statement::from_micros;
 use crate::server::{LockableTable, ServerErrors as _, Statement, Value, WakeupSource as _};
 
@@ -26,13 +26,13 @@ pub(super) async fn attempt_until(
             LockInOutcome::Granted(token) => return Ok(Some(token)),
             _ if deadline.remaining().is_zero() => return Ok(None),
             // No pause is necessary: before `RowLocked`, the statement has waited on the server.
-            // After `Superseded`, the next attempt finds the new holder's lease.
-            LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
-            LockInOutcome::Held { remaining } => {
+            // After `AcquiredConcurrently`, the next attempt finds the new holder's lease.
+            LockInOutcome::RowLocked | LockInOutcome::AcquiredConcurrently => {}
+            LockInOutcome::Leased { remaining } => {
                 let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
                 let _ = timeout(limit, table.wakeups.wait(table.row_id(key), position)).await;
             }
-            LockInOutcome::InSession => {
+            LockInOutcome::AdvisoryLockHeld => {
                 let limit = POLL_INTERVAL.min(deadline.remaining());
                 let _ = timeout(limit, table.wakeups.wait(table.row_id(key), position)).await;
             }
@@ -44,15 +44,15 @@ pub(super) async fn attempt_until(
 enum LockInOutcome {
     Granted(FencingToken),
     /// Another client holds a lease on the key, with this time left.
-    Held {
+    Leased {
         remaining: Duration,
     },
     /// Another transaction has locked the row.
     RowLocked,
     /// Another client acquired a lease between reading the row and locking it.
-    Superseded,
+    AcquiredConcurrently,
     /// Another session or transaction holds the advisory lock of the key.
-    InSession,
+    AdvisoryLockHeld,
 }
 
 async fn attempt(
@@ -61,14 +61,18 @@ async fn attempt(
     key: &Key,
     wait: Duration,
 ) -> Result<LockInOutcome, LockInError> {
-    let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.table.store.settings().busy_timeout);
+    let settings = lockable.table.store.settings();
+    let row_wait = wait.clamp(ROW_WAIT_MIN, settings.busy_timeout);
+    let limit = row_wait.saturating_add(settings.response_timeout);
     let text = statement(lockable, key, row_wait).inlined::<Postgres>();
     // The statements are one message of plain text, which is independent of prepared statements and
     // of a pooler's assignment of connections. The savepoint releases the locks of a failed
     // attempt, and keeps an error from ending the transaction.
-    let outcome = simple_query(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
-    let outcome = match outcome {
+    let response = simple_query(connection, format!("SAVEPOINT {SAVEPOINT}; {text}"));
+    let outcome = match response_within(limit, response).await {
         Ok(rows) => decode(&rows, key),
+        // The connection is broken or does not answer, so the savepoint cannot be released.
+        Err(source @ sqlx::Error::Io(_)) => return Err(LockInError::database(key, source)),
         Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
         Err(source) if Postgres::lacks_lock_tables(&source) => Ok(None),
         Err(source) if Postgres::is_conflict(&source) => {
@@ -80,7 +84,8 @@ async fn attempt(
         Ok(Some(LockInOutcome::Granted(_))) => "",
         _ => "ROLLBACK TO SAVEPOINT lock_registry_lock_in;",
     };
-    let ended = simple_query(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
+    let response = simple_query(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}"));
+    let ended = response_within(limit, response).await;
     let outcome = outcome?.ok_or_else(|| LockInError::other_database(key))?;
     ended.map_err(|source| LockInError::database(key, source))?;
     Ok(outcome)
@@ -110,11 +115,11 @@ fn decode_outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
             .map_err(|error| sqlx::Error::Decode(error.into()));
     }
     if row.try_get::<Option<bool>, _>(6)? == Some(true) {
-        return Ok(Some(LockInOutcome::InSession));
+        return Ok(Some(LockInOutcome::AdvisoryLockHeld));
     }
     Ok(Some(match row.try_get::<Option<i64>, _>(2)? {
-        None => LockInOutcome::Superseded,
-        Some(remaining) => LockInOutcome::Held { remaining: from_micros(remaining) },
+        None => LockInOutcome::AcquiredConcurrently,
+        Some(remaining) => LockInOutcome::Leased { remaining: from_micros(remaining) },
     }))
 }
 
@@ -127,7 +132,7 @@ fn statement<'a>(
 ) -> Statement<'a> {
     let table = lockable.table;
     let id = table.row_id(key);
-    let texts = &table.store.statements;
+    let statements = &table.store.statements;
     let mut values = vec![
         table.id_value(key),
         table.namespace_value(),
@@ -138,7 +143,10 @@ fn statement<'a>(
     ];
     values.extend(table.wakeups.notification(id).drain(..2));
     values.push(Value::Number(id.advisory_lock_key()));
-    let text = if lockable.has_session_locks { &texts.lock_in_session } else { &texts.lock_in };
+    let text = match lockable.has_session_locks {
+        true => &statements.lock_in_session,
+        false => &statements.lock_in,
+    };
     Statement::new(text, values)
 }
 

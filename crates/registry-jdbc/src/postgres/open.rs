@@ -33,7 +33,11 @@ async fn check_tables(
     if let Some(version) = connection.server_version_num()
         && version < SERVER_VERSION_MIN
     {
-        return Err(Postgres::misconfigured("the server is older than version 14; update it"));
+        return Err(Postgres::misconfigured(&format!(
+            "the server has version {}, older than the minimum {}; update it",
+            version / MAJOR_VERSION,
+            SERVER_VERSION_MIN / MAJOR_VERSION
+        )));
     }
     let schema = match find_tables(config, connection).await? {
         Some(schema) => schema,
@@ -119,7 +123,10 @@ fn tables_missing() -> BackendError {
     )
 }
 
-const SERVER_VERSION_MIN: u32 = 14_00_00;
+const SERVER_VERSION_MIN: u32 = 14 * MAJOR_VERSION;
+
+/// The factor of the major version in the server's version number.
+const MAJOR_VERSION: u32 = 10_000;
 
 /// The time limit for opening. It includes the wait for another process that creates the tables.
 const OPENING_LIMIT: Duration = Duration::from_secs(30);

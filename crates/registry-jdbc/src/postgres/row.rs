@@ -77,7 +77,7 @@ impl PgRowProtocol {
     }
 
     /// Writes the claim and a larger token to the row, unless another client holds the row. Does
-    /// not wait for locked rows.
+    /// not wait for a locked row, but waits up to 200 ms ([`ROW_WAIT`]) for an uncommitted insert.
     async fn write_claim(
         &self,
         connected: &mut PgRowConnection,
@@ -198,6 +198,13 @@ impl SessionProtocol for PgRowProtocol {
                         return Ok(LockAttempt::Busy(None));
                     }
                 }
+                // The insertion of a missing row waits for a transaction that has inserted it.
+                Err(SessionFailure::Rejected(error)) if Postgres::is_row_lock_error(&error) => {
+                    if self.has_holder_lock(connected, claim.key()).await? {
+                        return Ok(LockAttempt::Busy(None));
+                    }
+                    return Err(SessionFailure::Rejected(error));
+                }
                 Err(session_failure) => {
                     if matches!(session_failure, SessionFailure::Broken(_)) {
                         // The idle connections would probably fail in the same way.
@@ -268,7 +275,7 @@ fn broken(error: sqlx::Error) -> SessionFailure {
 
 fn pooler_detected() -> BackendError {
     Postgres::misconfigured(
-        "the transaction that holds the row is no longer on this connection; a pooler may give each statement another connection",
+        "the transaction that holds the row is no longer on this connection, perhaps because a pooler gives each statement another connection; connect to the server directly, or set mode=lease",
     )
 }
 

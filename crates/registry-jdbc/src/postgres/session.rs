@@ -45,8 +45,7 @@ impl PgSessionConnection {
         Ok(rows)
     }
 
-    /// Checks that the first column is the expected process id. If a pooler has switched the
-    /// connection to another server process, the next response is thus an error.
+    /// Returns an error if a pooler has assigned another server process.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
         if server_process(rows).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
@@ -64,7 +63,9 @@ impl PgSessionProtocol {
         // process between the two sessions.
         let (mut one, mut two) =
             (self.connect_unconfigured().await?, self.connect_unconfigured().await?);
-        let have_two_processes = one.server_process != two.server_process;
+        if one.server_process == two.server_process {
+            return Err(pooler_detected());
+        }
         let probe = async {
             // The open transaction of `one` occupies a process. If `two` used this process before,
             // a pooler must now assign another process to `two`, which `check_process` detects.
@@ -76,8 +77,7 @@ impl PgSessionProtocol {
         match probed.map_err(|_| {
             error::timed_out(error::STORE, self.table.store.settings().response_timeout)
         })? {
-            Ok(_) if have_two_processes => {}
-            Ok(_) => return Err(pooler_detected()),
+            Ok(_) => {}
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
                 return Err(error);
             }
@@ -162,11 +162,11 @@ impl PgSessionProtocol {
             AdvisoryLockState::HeldAndUnchanged { now } => Some(now),
             AdvisoryLockState::NotHeld | AdvisoryLockState::Held => None,
         };
-        let texts = &self.table.store.statements;
+        let statements = &self.table.store.statements;
         let text = if lock_state == AdvisoryLockState::NotHeld {
-            &texts.session_acquire
+            &statements.session_acquire
         } else {
-            &texts.session_write_claim
+            &statements.session_write_claim
         };
         let statement = Statement::new(
             text,

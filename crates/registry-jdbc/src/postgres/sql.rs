@@ -24,6 +24,7 @@
 
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
+use crate::server::statement::with_names;
 use crate::server::{
     HolderStatements, RECORD_MARKER, RowStatements, StatementText, ValueStatements,
     WaiterStatements,
@@ -67,18 +68,20 @@ impl PgStatements {
     pub(super) fn new(tables: TableNames) -> Self {
         let now = mutant::clock(NOW);
         let marker = format!("decode('{:032x}', 'hex')", u128::from_be_bytes(RECORD_MARKER));
+        let names = [
+            ("{locks}", tables.locks()),
+            ("{meta}", tables.meta()),
+            ("{values}", tables.values()),
+            ("{waiters}", tables.waiters()),
+        ];
         let text = |template: &str| {
             let text = template
                 .replace("{claim_lock_key}", CLAIM_LOCK_KEY)
                 .replace("{is_as_read}", IS_AS_READ)
                 .replace("{marker}", &marker)
                 .replace("{notify}", NOTIFY)
-                .replace("{locks}", &tables.locks())
-                .replace("{meta}", &tables.meta())
-                .replace("{values}", &tables.values())
-                .replace("{waiters}", &tables.waiters())
                 .replace("{now}", &now);
-            StatementText::numbered(&text)
+            StatementText::numbered(&with_names(&text, &names))
         };
         let holders = |condition| {
             text(&HOLDERS.replace("{condition}", condition).replace("{holder_locks}", HOLDER_LOCKS))
@@ -200,10 +203,11 @@ const SESSION_SKIPS_CLAIM_CHECK: SqlMutation = SqlMutation::new(
 const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
 /// Returns the version, the id of the tables, whether the server is writable, and whether the
-/// transaction keeps the snapshot of its first read. The third column is always true, because a
-/// standby refuses writes with an error.
+/// transaction keeps the snapshot of its first read. A standby refuses writes with an error, but a
+/// request that finds no row to change writes nothing.
 const META: &str = "\
-    SELECT version::bigint, uuid_send(store), true, current_setting('transaction_isolation') <> 'read committed' \
+    SELECT version::bigint, uuid_send(store), current_setting('transaction_read_only') = 'off', \
+        current_setting('transaction_isolation') <> 'read committed' \
     FROM {meta} WHERE id = 1";
 
 /// Grants the key if it is free. A key that the given claim itself holds is not free. If the key is

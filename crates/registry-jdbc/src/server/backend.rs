@@ -23,10 +23,10 @@ use super::{RowLockSessions, SessionProtocol as _, SpringTable, SqlSession};
 
 /// What a lock in a database server is, and when it ends.
 ///
-/// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So
-/// programs with different modes of these three may share a namespace. A session lock is not
-/// granted while the key has a lease, but a lease is granted even while the key has a session lock.
-/// So all programs of a namespace must use `Session` if one program does.
+/// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. Programs
+/// that use any of these three may share a namespace. A session lock is not granted while the key
+/// has a lease, but a lease is granted even while the key has a session lock. So all programs of a
+/// namespace must use `Session` if one program does.
 ///
 /// Locks of the modes `Session` and `Row` end with a connection:
 ///
@@ -182,6 +182,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     ///
     /// - session locks behind a pooler in transaction mode
     /// - a table that an incompatible version of Spring Integration has created
+    /// - in MariaDB and MySQL, a table of Spring Integration that does not store microseconds
     ///
     /// # Cancel safety
     /// As for [`open`](Self::open).

@@ -126,7 +126,7 @@ pub(crate) struct ServerSettings {
 struct GivenOptions {
     is_spring: bool,
     mode: Option<SqlMode>,
-    spring_version: Option<SpringVersion>,
+    spring_version: Option<SpringVersionOption>,
     spring_region: Option<String>,
     spring_prefix: Option<String>,
     has_namespace: bool,
@@ -139,9 +139,9 @@ struct GivenOptions {
     response_timeout: Option<Duration>,
 }
 
-/// The version of Spring Integration.
+/// The value of the option `spring`: the version of Spring Integration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SpringVersion {
+enum SpringVersionOption {
     /// Version 6 and earlier.
     V6,
     V7,
@@ -207,7 +207,7 @@ impl ServerSettings {
                 };
             }
             "spring" => {
-                let versions = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
+                let versions = [("v6", SpringVersionOption::V6), ("v7", SpringVersionOption::V7)];
                 options.spring_version = Some(parse_choice(value, &versions)?);
             }
             "region" => options.spring_region = Some(value.to_owned()),
@@ -241,13 +241,15 @@ impl ServerSettings {
             self.options;
         self.busy_timeout = match (busy_timeout, timeout) {
             (Some(busy_timeout), _) => busy_timeout,
-            // The engine ignores the result of a statement that takes longer than its time-out.
+            // After the operation time-out (`timeout`), the engine treats the outcome of a
+            // statement as unknown.
             (None, Some(timeout)) => {
                 Self::BUSY_TIMEOUT.min(timeout.saturating_mul(5) / 6).max(SERVER_TIME_MIN)
             }
             (None, None) => Self::BUSY_TIMEOUT,
         };
-        // The client must wait longer than a statement can take on the server.
+        // The client must wait longer than a statement can take on the server. After the operation
+        // time-out (`timeout`), the engine treats the outcome of a statement as unknown.
         let longest = self.busy_timeout.max(timeout.unwrap_or_default());
         let derived = Self::RESPONSE_TIMEOUT.max(longest.saturating_mul(6) / 5);
         self.response_timeout = response_timeout.unwrap_or(derived);
@@ -281,7 +283,7 @@ impl ServerSettings {
             config.check_value(option, &format_time(value))?;
         }
         self.check_limits()?;
-        self.encryption.validate()
+        self.encryption.validate(config.kind().name)
     }
 
     fn check_limits(&self) -> Result<(), OptionError> {
@@ -356,7 +358,7 @@ impl GivenOptions {
             return self.mode.clone().unwrap_or(SqlMode::Lease);
         }
         let mut table = match (self.spring_version, self.lease) {
-            (Some(SpringVersion::V6), Some(lease)) => SpringTable::v6(lease),
+            (Some(SpringVersionOption::V6), Some(lease)) => SpringTable::v6(lease),
             _ => SpringTable::v7(),
         };
         if let Some(region) = &self.spring_region {
@@ -417,7 +419,7 @@ impl GivenOptions {
             let problem = "has no effect with `layout=spring`; set `region` instead";
             return Err(OptionError::new("namespace", problem));
         }
-        if self.spring_version == Some(SpringVersion::V6) && self.lease.is_none() {
+        if self.spring_version == Some(SpringVersionOption::V6) && self.lease.is_none() {
             return Err(OptionError::new(
                 "spring",
                 "is v6, which requires `lease`; set `lease` to the `timeToLive` of the peers (10s by default)",
@@ -485,6 +487,11 @@ macro_rules! server_config {
 
             /// Sets the client certificate (PEM) and its private key (PEM), which identify this
             /// program to the server. Feature `tls`.
+            ///
+            /// Also sets [`Encryption::Required`], unless the encryption was set before; a later
+            /// call of [`with_encryption`](Self::with_encryption) overrides that.
+            ///
+            /// [`Encryption::Required`]: crate::Encryption::Required
             #[cfg(feature = "tls")]
             #[must_use]
             pub fn with_client_certificate(
@@ -492,8 +499,8 @@ macro_rules! server_config {
                 certificate: impl AsRef<[u8]>,
                 key: impl AsRef<[u8]>,
             ) -> Self {
-                let client = (certificate.as_ref().to_vec(), key.as_ref().to_vec());
-                self.settings.encryption.client = Some(client);
+                let (certificate, key) = (certificate.as_ref().to_vec(), key.as_ref().to_vec());
+                self.settings.encryption.set_client(certificate, key);
                 self
             }
 
@@ -643,22 +650,29 @@ impl ServerUrl {
         if database.contains('\0') {
             return Err(url.invalid("contains a NUL character in the name of the database"));
         }
-        let (address, port) =
-            if host.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%2f")) {
-                let (socket, port) = match host.split_once(':') {
-                    Some((socket, port)) => (socket, port.parse().ok().filter(|port| *port != 0)),
-                    None => (host, Some(default_port)),
-                };
-                let port = port.ok_or_else(|| url.invalid_host())?;
-                (ServerAddress::Socket(url.file_path(socket, &syntax)?), port)
-            } else if host.contains(',') {
-                return Err(url.invalid(
-                    "contains several servers; write one host, such as a DNS name of the primary",
-                ));
-            } else {
-                let (name, port) = url.host(host, default_port)?;
-                (ServerAddress::Host((name, port)), port)
+        let (address, port) = if host
+            .get(..3)
+            .is_some_and(|start| start.eq_ignore_ascii_case("%2f"))
+        {
+            let (socket, port) = match host.split_once(':') {
+                Some((socket, port)) => (socket, port.parse().ok().filter(|port| *port != 0)),
+                None => (host, Some(default_port)),
             };
+            let port = port.ok_or_else(|| url.invalid_host())?;
+            let socket = match &*url.scheme {
+                // The path of PostgreSQL's socket directory may end in a slash.
+                "postgres" | "postgresql" => socket.trim_end_matches("%2F").trim_end_matches("%2f"),
+                _ => socket,
+            };
+            (ServerAddress::Socket(url.file_path(socket, &syntax)?), port)
+        } else if host.contains(',') {
+            return Err(url.invalid(
+                "contains several servers; write one host, such as a DNS name of the primary",
+            ));
+        } else {
+            let (name, port) = url.host(host, default_port)?;
+            (ServerAddress::Host((name, port)), port)
+        };
         Ok(Self { address, port, database, login })
     }
 }
@@ -704,6 +718,8 @@ mod tests {
             (&POSTGRES, "postgres://[::1]/a%20b", "[::1]:5432", "a b"),
             (&POSTGRES, "postgres://%2Frun%2Fpg/shop", "/run/pg", "shop"),
             (&POSTGRES, "postgres://u@%2frun%2fpg:1/shop", "/run/pg", "shop"),
+            (&POSTGRES, "postgres://%2Frun%2Fpg%2F/shop", "/run/pg", "shop"),
+            (&POSTGRES, "postgres://%2frun%2fpg%2f:1/shop", "/run/pg", "shop"),
             (&MYSQL, "mysql://db/shop", "db:3306", "shop"),
             (&MYSQL, "mariadb://u:p@db:3307/shop", "db:3307", "shop"),
             (&MYSQL, "mysql://%2Frun%2Fdb.sock/shop", "/run/db.sock", "shop"),

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use registry_core::BackendError;
 use registry_core::config::{InvalidValue, OptionError, OptionRow, PemFiles, Values, parse_choice};
-use registry_core::{BackendError, BackendErrorKind};
 
 /// Whether connections are encrypted, and which servers are trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,7 +36,7 @@ pub(crate) struct EncryptionSettings {
     pub(crate) authority: Option<Vec<u8>>,
     /// The client's certificate and its private key (PEM).
     #[cfg(feature = "tls")]
-    pub(crate) client: Option<(Vec<u8>, Vec<u8>)>,
+    client: Option<(Vec<u8>, Vec<u8>)>,
     /// The value of the option `sslmode`.
     sslmode: Option<Encryption>,
     /// The values of the options that name PEM files.
@@ -79,6 +79,16 @@ impl EncryptionSettings {
         self.sslmode = None;
     }
 
+    /// Sets the client's certificate and its private key. The certificate identifies this program
+    /// only on an encrypted connection, which is therefore required unless a mode was set.
+    #[cfg(feature = "tls")]
+    pub(crate) fn set_client(&mut self, certificate: Vec<u8>, key: Vec<u8>) {
+        self.client = Some((certificate, key));
+        if self.sslmode.is_none() && !self.encryption.needs_tls() {
+            self.encryption = Encryption::Required;
+        }
+    }
+
     /// Returns whether trusted certificates are set, by a method or an option.
     #[cfg(all(feature = "tls", feature = "postgres"))]
     pub(crate) fn has_authority(&self) -> bool {
@@ -107,7 +117,8 @@ impl EncryptionSettings {
         Ok(true)
     }
 
-    pub(super) fn validate(&self) -> Result<(), OptionError> {
+    /// Checks the settings together. `server` is the name of the server's feature.
+    pub(super) fn validate(&self, server: &str) -> Result<(), OptionError> {
         let verifies = matches!(
             self.sslmode,
             None | Some(Encryption::VerifyAuthority | Encryption::VerifyHost)
@@ -127,10 +138,16 @@ impl EncryptionSettings {
             ));
         }
         self.pem_files.validate()?;
-        if !cfg!(feature = "tls") && self.encryption.needs_tls() {
-            return Err(OptionError::general(
-                "encrypted connections need the feature `tls`; build with this feature",
-            ));
+        self.check_built_in(server)
+    }
+
+    /// Returns an error if the settings need TLS, and this build does not contain it.
+    fn check_built_in(&self, server: &str) -> Result<(), OptionError> {
+        let needs_tls = self.sslmode.unwrap_or(self.encryption).needs_tls();
+        if !cfg!(feature = "tls") && (needs_tls || !self.pem_files.is_empty()) {
+            return Err(OptionError::general(format!(
+                "encrypted connections are not built in; enable feature `tls` of registry-jdbc, or feature `{server}-tls` of lock-registry"
+            )));
         }
         Ok(())
     }
@@ -138,14 +155,7 @@ impl EncryptionSettings {
     /// Reads the files of the options, and applies the options. `server` is the name of the
     /// server's feature.
     pub(crate) fn apply_options(&mut self, server: &str) -> Result<(), BackendError> {
-        let needs_tls =
-            self.sslmode.is_some_and(Encryption::needs_tls) || !self.pem_files.is_empty();
-        if needs_tls && !cfg!(feature = "tls") {
-            let message = format!(
-                "{server}: encrypted connections are not built in; enable feature `{server}-tls` of lock-registry"
-            );
-            return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
-        }
+        self.check_built_in(server).map_err(|error| error.into_backend_error(server))?;
         #[cfg(feature = "tls")]
         {
             let pem = self.pem_files.read(server)?;
@@ -191,5 +201,40 @@ impl Encryption {
 impl fmt::Debug for EncryptionSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.encryption.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(feature = "tls")]
+    #[test]
+    fn a_client_certificate_requires_encryption_unless_a_mode_was_set() {
+        let with_client = |mut settings: EncryptionSettings| {
+            settings.set_client(b"certificate".to_vec(), b"key".to_vec());
+            settings.encryption
+        };
+        assert_eq!(with_client(EncryptionSettings::default()), Encryption::Required);
+        let mut preferred = EncryptionSettings::default();
+        preferred.set(Encryption::Preferred);
+        assert_eq!(with_client(preferred), Encryption::Preferred);
+        let mut verified = EncryptionSettings::default();
+        verified.set_authority(b"certificate".to_vec());
+        assert_eq!(with_client(verified), Encryption::VerifyHost);
+    }
+
+    #[cfg(not(feature = "tls"))]
+    #[test]
+    fn encryption_that_is_not_built_in_is_refused_before_connecting() {
+        for (name, value) in [("sslmode", "require"), ("sslmode", "verify-full"), ("ca", "a.pem")] {
+            let mut settings = EncryptionSettings::default();
+            assert!(settings.assign(name, value).unwrap());
+            let error = settings.validate("postgres").unwrap_err().to_string();
+            assert!(error.contains("`postgres-tls`"), "{name}={value}: {error}");
+        }
+        let mut settings = EncryptionSettings::default();
+        assert!(settings.assign("sslmode", "prefer").unwrap());
+        settings.validate("postgres").unwrap();
     }
 }

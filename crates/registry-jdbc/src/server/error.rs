@@ -24,10 +24,17 @@ pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
                 "the connection was refused; check that the server runs at this address",
                 true,
             ),
+            // A server removes its socket while it restarts.
             std::io::ErrorKind::NotFound => (
-                Misconfigured,
+                Transient,
                 "the socket of the server does not exist; check its path and that the server runs",
                 true,
+            ),
+            // A firewall can cause this error too, also on an open connection.
+            std::io::ErrorKind::PermissionDenied => (
+                Transient,
+                "the system denied the connection; check the permissions of the server's socket, or the firewall",
+                false,
             ),
             _ => (
                 Transient,
@@ -78,8 +85,9 @@ pub(crate) fn explain(
 fn named_user(error: &Error) -> Option<String> {
     let Error::Database(database) = error else { return None };
     let text = database.message().to_lowercase();
-    let names_user = ["user \"", "user '", "role \"", "'@'"].iter().any(|part| text.contains(part));
-    names_user.then(|| database.code().unwrap_or_default().into_owned())
+    let text_may_name_user =
+        ["user \"", "user '", "role \"", "'@'"].iter().any(|part| text.contains(part));
+    text_may_name_user.then(|| database.code().unwrap_or_default().into_owned())
 }
 
 /// An error of sqlx as the source of a [`BackendError`]. Its text is hidden if it may contain the
@@ -191,6 +199,14 @@ pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     .as_blocked()
 }
 
+/// As [`fenced_transaction_open`], for a key that several claims hold.
+pub(crate) fn fenced_transaction_of_holder_open(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: a transaction that this lock, or another holder of the key, fences is still open, and this release follows its end; commit or roll back your own transaction first, then unlock"
+    ))
+    .as_blocked()
+}
+
 /// Returns the error of a request to a read-only server. The error is not marked as refused: the
 /// previous primary may have executed an earlier attempt.
 pub(crate) fn read_only(store: &str) -> BackendError {
@@ -240,7 +256,8 @@ mod tests {
         let io = |kind| Error::Io(std::io::Error::from(kind));
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
-            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
+            (io(std::io::ErrorKind::NotFound), Transient, true),
+            (io(std::io::ErrorKind::PermissionDenied), Transient, false),
             (io(std::io::ErrorKind::InvalidData), Transient, false),
             (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
             (io(std::io::ErrorKind::ConnectionReset), Transient, false),

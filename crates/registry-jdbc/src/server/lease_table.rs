@@ -384,10 +384,10 @@ impl<D: Dialect> LeaseStore for LeaseTable<D> {
     }
 
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        let texts = self.statements();
+        let statements = self.statements();
         let text = match claim.mode() {
-            ClaimMode::Exclusive => &texts.fence,
-            _ => &texts.fence_shared_grant,
+            ClaimMode::Exclusive => &statements.fence,
+            _ => &statements.fence_shared_grant,
         };
         let mut statement = self.fence_statement(text, claim, token);
         statement.values.push(Value::entry_prefix(claim));

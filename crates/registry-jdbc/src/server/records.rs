@@ -154,7 +154,9 @@ impl StoredRow {
         };
         let since = match &self.columns {
             None => self.now,
-            Some(row) if change.wakes_waiters || row.claim.is_none() => self.now.max(row.since + 1),
+            Some(row) if change.wakes_waiters || row.claim.is_none() => {
+                self.now.max(next_time::<D>(row.since)?)
+            }
             Some(row) => row.since,
         };
         if change.record.is_empty() {
@@ -169,12 +171,17 @@ impl StoredRow {
         }
         let until = i64::try_from(change.record.until()).unwrap_or(i64::MAX);
         let until = match &self.columns {
-            Some(row) if since == row.since => until.max(row.until + 1),
+            Some(row) if since == row.since => until.max(next_time::<D>(row.until)?),
             _ => until,
         };
         let label = Some(change.record.to_text().into_bytes());
         Ok(Columns { claim: Some(RECORD_MARKER.to_vec()), token, token_block, label, since, until })
     }
+}
+
+/// Returns the time one microsecond after a time of a row.
+fn next_time<D: Dialect>(time: i64) -> Result<i64, BackendError> {
+    time.checked_add(1).ok_or_else(|| corrupt::<D>("a row's time is at its limit"))
 }
 
 /// A change of a row that a request writes.
@@ -380,8 +387,12 @@ impl<D: Dialect> LeaseTable<D> {
                 Renewal::Renewed(left) => Renewal::Renewed(left.min(claim.lease())),
                 Renewal::Gone => Renewal::Gone,
             };
-            let renewed = claims.iter().map(renew).collect();
+            let renewed: Vec<Renewal> = claims.iter().map(renew).collect();
             if record == before {
+                if renewed.contains(&Renewal::Gone) {
+                    // A read-only server that lags may lack the row of a live grant.
+                    self.store.check_writable(ConnectionUse::Renew(shortest)).await?;
+                }
                 return Ok(renewed);
             }
             let change =
@@ -457,6 +468,10 @@ impl<D: Dialect> LeaseTable<D> {
             }
             let Ok(mut record) = stored.record::<D>() else { return Ok(None) };
             if record.force_release(stored.now()) == Release::NotHeld {
+                // The uncommitted row of a transaction that holds the key is not visible here.
+                if D::is_locked_by_transaction(self, key).await? {
+                    return Err(error::held_by_caller_transaction(D::STORE));
+                }
                 return Ok(Some(Release::NotHeld));
             }
             let change = Change { wakes_waiters: true, ..Change::without_grant(record) };

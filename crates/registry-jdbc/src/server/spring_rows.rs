@@ -12,6 +12,7 @@ use registry_core::{
 use super::dialect::{
     LeaseStore, SpringDialect, WakeupSource, attempt_from_existing_grant, decode_key,
 };
+use super::error::client_error;
 use super::spring::{client_id, is_client_id_of, lock_key};
 use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
 use super::store::SqlStore;
@@ -112,7 +113,17 @@ impl<D: SpringDialect> SpringLeaseTable<D> {
         );
         // Only the engine retries, for the same reason as in `LeaseTable::acquire`.
         let resend = if D::ATTEMPT_IS_TRANSACTION { Resend::Transaction } else { Resend::Never };
-        let answer = self.store.client.send(ConnectionUse::Acquire, resend, &statement).await?;
+        let sent = self.store.client.send(ConnectionUse::Acquire, resend, &statement).await;
+        let answer = sent.map_err(|error| {
+            // The statement that the server rejected may follow the commit of the grant, unless it
+            // waited for a row.
+            let is_rejected = matches!(client_error(&error), Some(sqlx::Error::Database(_)));
+            if D::ATTEMPT_IS_TRANSACTION && is_rejected && !D::is_row_lock_error(&error) {
+                error.as_unknown()
+            } else {
+                error
+            }
+        })?;
         Ok(answer.rows)
     }
 

@@ -91,6 +91,23 @@ impl StatementText {
     }
 }
 
+/// Replaces each placeholder of `names` in a text by its name. Call this last: a name may contain
+/// braces, and is not searched for placeholders.
+pub(crate) fn with_names(text: &str, names: &[(&str, String)]) -> String {
+    let mut filled = String::with_capacity(text.len() * 2);
+    let mut rest = text;
+    while let Some(at) = rest.find('{') {
+        filled.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let found = names.iter().find(|(placeholder, _)| rest.starts_with(*placeholder));
+        let (placeholder, name) =
+            found.map_or(("{", "{"), |(placeholder, name)| (*placeholder, name.as_str()));
+        filled.push_str(name);
+        rest = &rest[placeholder.len()..];
+    }
+    filled + rest
+}
+
 /// Converts a text for sqlx, and asserts that the text contains no untrusted value.
 pub(crate) fn trusted_sql(text: &Arc<str>) -> SqlStr {
     AssertSqlSafe(Arc::clone(text)).into_sql_str()
@@ -380,6 +397,12 @@ pub(crate) fn from_micros(micros: i64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_with_braces_stays_unchanged() {
+        let names = [("{a}", "x{b}{now}{".to_owned()), ("{b}", "y".to_owned())];
+        assert_eq!(with_names("{a}.{b} {c}{a}", &names), "x{b}{now}{.y {c}x{b}{now}{");
+    }
 
     #[cfg(feature = "postgres")]
     #[test]

@@ -130,8 +130,10 @@ impl<D: Dialect> LeaseTable<D> {
     ) -> Result<ValueWrite, BackendError> {
         let statement =
             self.write_value_statement(text, claim, token, value).with_at_most_one_row();
+        // Only the caller may repeat the write. It then knows that the server may still execute the
+        // first request, after a later write under the same token.
         let answer =
-            self.store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await?;
+            self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         Ok(if answer.changed_a_row() { ValueWrite::Written } else { ValueWrite::NotHeld })
     }
 }

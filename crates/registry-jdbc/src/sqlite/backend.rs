@@ -161,9 +161,9 @@ impl SqliteBackend {
         self.statements.write_value(claim, token, value)
     }
 
-    /// Returns whether the open files are still at their paths, where other processes open them.
-    pub(crate) fn has_current_files(&self) -> bool {
-        self.writer.check().is_ok()
+    /// Checks that the open files are still at their paths, where other processes open them.
+    pub(crate) fn check_files(&self) -> Result<(), BackendError> {
+        self.writer.check()
     }
 
     /// Returns whether `store_id`, read from a meta table, is the id of this store.
@@ -366,6 +366,11 @@ impl LockBackend for SqliteBackend {
         let released = match release.await {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
                 return Err(fenced_transaction_open(error, self.path()));
+            }
+            // The release must be repeated once the second name is removed: other processes still
+            // see this grant.
+            Err(error) if FileMismatch::from_error(&error) == Some(FileMismatch::HardLink) => {
+                return Err(BackendError::transient(error.message().to_owned()).with_source(error));
             }
             // If the file was replaced, other processes no longer see this grant, so it has ended.
             // A renewal treats this error in the same way.

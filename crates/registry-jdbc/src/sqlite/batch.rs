@@ -58,7 +58,7 @@ impl LockBatch for SqliteBackend {
                 Err(error) if FileMismatch::from_error(&error).is_none() => {
                     return vec![Err(error); claims.len()];
                 }
-                // Each release then reports that the claim held nothing.
+                // Each release then reports the mismatch in its own way.
                 Err(_) => {}
             }
         }

@@ -152,7 +152,15 @@ fn time_namespace_offset() -> Result<i64, BackendError> {
     use std::fs::{read_link, read_to_string};
 
     // Kernels before 5.6 have neither the file nor the namespaces.
-    let Ok(text) = read_to_string("/proc/self/timens_offsets") else { return Ok(0) };
+    let text = match read_to_string("/proc/self/timens_offsets") {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
+        Err(error) => {
+            let message = "/proc/self/timens_offsets cannot be read, so the clock of this process may differ from that of others; allow the read";
+            let kind = registry_core::BackendErrorKind::Misconfigured;
+            return Err(BackendError::new(kind, message).with_source(error).as_refused());
+        }
+    };
     // The file contains the offsets of future children. After `unshare`, they may differ from this
     // process's own offsets.
     if let (Ok(own), Ok(children)) =

@@ -72,8 +72,10 @@ impl CommitWatch {
 
     /// Makes the next interval short, because there is a new waiter.
     pub(super) fn reset_interval(&mut self) {
-        if self.is_polling() {
-            *self = Self::interval();
+        if let Self::Interval { interval, next_at } = self {
+            *interval = Self::INTERVAL_MIN;
+            // Frequent new waiters must not postpone the report.
+            *next_at = (*next_at).min(Instant::now() + Self::INTERVAL_MIN);
         }
     }
 }

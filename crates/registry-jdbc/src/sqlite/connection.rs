@@ -30,7 +30,8 @@ use super::worker::WorkerThread;
 /// releases. That is harmless: a grant is valid for one boot of the host only, so all locks are
 /// free after the restart. Later tokens are still larger, because they are at least the wall
 /// clock's time, unless that clock was set back. A crash of the process alone loses nothing,
-/// because the kernel already has the log.
+/// because the kernel already has the log. Only a value block must survive a power cut; see
+/// [`Durability::Synced`].
 pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
         .filename(path)
@@ -76,6 +77,15 @@ pub(super) const CHECK_VALID_FOR: Duration = Duration::from_millis(1);
 /// spend its time on statements of cancelled calls, while statements of waiting calls are queued.
 const QUEUE_TIME_MAX: Duration = Duration::from_secs(1);
 
+/// What a commit waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Durability {
+    /// The kernel has the log.
+    Unsynced,
+    /// The log, with all earlier commits, is on the disk.
+    Synced,
+}
+
 enum SqliteConnectionState {
     Open(SqliteConnection),
     /// The thread of the connection has ended.
@@ -113,7 +123,8 @@ impl ReconnectingConnection {
         &self,
         make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<Vec<SqliteRow>, BackendError> {
-        self.run(Priority::Normal, Duration::MAX, make_statement).await.map(|(rows, _)| rows)
+        let (priority, durability) = (Priority::Normal, Durability::Unsynced);
+        self.run(priority, durability, Duration::MAX, make_statement).await.map(|(rows, _)| rows)
     }
 
     /// Runs a statement without rows and returns the number of changed rows. Calls
@@ -132,7 +143,18 @@ impl ReconnectingConnection {
         busy_limit: Duration,
         make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<u64, BackendError> {
-        self.run(Priority::Normal, busy_limit, make_statement).await.map(|(_, changes)| changes)
+        let (priority, durability) = (Priority::Normal, Durability::Unsynced);
+        self.run(priority, durability, busy_limit, make_statement).await.map(|(_, changes)| changes)
+    }
+
+    /// Like [`execute`](Self::execute). Returns once the change is on the disk.
+    pub(super) async fn execute_synced(
+        &self,
+        make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
+    ) -> Result<u64, BackendError> {
+        let (priority, durability) = (Priority::Normal, Durability::Synced);
+        let done = self.run(priority, durability, Duration::MAX, make_statement).await;
+        done.map(|(_, changes)| changes)
     }
 
     /// Like [`fetch_all`](Self::fetch_all), with low priority.
@@ -140,7 +162,8 @@ impl ReconnectingConnection {
         &self,
         make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<Vec<SqliteRow>, BackendError> {
-        self.run(Priority::Low, Duration::MAX, make_statement).await.map(|(rows, _)| rows)
+        let (priority, durability) = (Priority::Low, Durability::Unsynced);
+        self.run(priority, durability, Duration::MAX, make_statement).await.map(|(rows, _)| rows)
     }
 
     /// Like [`execute`](Self::execute), with low priority.
@@ -148,12 +171,15 @@ impl ReconnectingConnection {
         &self,
         make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<u64, BackendError> {
-        self.run(Priority::Low, Duration::MAX, make_statement).await.map(|(_, changes)| changes)
+        let (priority, durability) = (Priority::Low, Durability::Unsynced);
+        let done = self.run(priority, durability, Duration::MAX, make_statement).await;
+        done.map(|(_, changes)| changes)
     }
 
     async fn run(
         &self,
         priority: Priority,
+        durability: Durability,
         busy_limit: Duration,
         mut make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<(Vec<SqliteRow>, u64), BackendError> {
@@ -169,7 +195,10 @@ impl ReconnectingConnection {
                 let connection = connector.connection(&mut state).await?;
                 // A write to a replaced log can damage the database of the other processes.
                 connector.check_unless_recent().map_err(BackendError::as_refused)?;
-                let result = run_once(make_statement(), connection).await;
+                let result = match durability {
+                    Durability::Unsynced => run_once(make_statement(), connection).await,
+                    Durability::Synced => run_synced(make_statement(), connection).await,
+                };
                 if let Err(error) = &result
                     && retry.pause_before_retry(error).await
                 {
@@ -388,6 +417,18 @@ async fn run_once(
     Err(sqlx::Error::WorkerCrashed)
 }
 
+/// Runs a statement whose commit is on the disk when this returns.
+async fn run_synced(
+    statement: SqliteQuery,
+    connection: &mut SqliteConnection,
+) -> sqlx::Result<(Vec<SqliteRow>, u64)> {
+    connection.execute("PRAGMA synchronous = FULL").await?;
+    let result = run_once(statement, connection).await;
+    // If this fails, later commits are synced too, which is only slower.
+    let _ = connection.execute("PRAGMA synchronous = NORMAL").await;
+    result
+}
+
 impl fmt::Debug for ReconnectingConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ReconnectingConnection")
@@ -448,8 +489,9 @@ mod tests {
 
     use crate::sqlite::backend::SqliteBackend;
     use crate::sqlite::clock::ManualClock;
-    use crate::sqlite::connection::{self, CHECK_VALID_FOR};
+    use crate::sqlite::connection::{self, CHECK_VALID_FOR, Durability};
     use crate::sqlite::error::FileMismatch;
+    use crate::sqlite::serial_executor::Priority;
     use crate::sqlite::tests::{
         TestFolder, acquire, begin_write, claim, expect_busy, key, rollback,
     };
@@ -593,6 +635,8 @@ mod tests {
         std::fs::rename(&copy, file).unwrap();
     }
 
+    const HARD_LINK: &str = "more than one name";
+
     /// Checks that held grants end, that no lock is granted, and that the errors of the attempt and
     /// of `diagnose` give the reason.
     async fn check_all_grants_end(file: &str, change: impl Fn(&Path), message: &str) {
@@ -612,7 +656,11 @@ mod tests {
         for renewal in backend.renew(&[held.clone(), other.clone()]).await {
             assert_eq!(renewal.unwrap(), Renewal::Gone);
         }
-        assert_eq!(backend.release(&held).await.unwrap(), Release::NotHeld);
+        match backend.release(&held).await {
+            Ok(released) => assert_eq!(released, Release::NotHeld),
+            // Once the second name is removed, a repeated release frees the key.
+            Err(error) => assert!(error.is_retryable() && message == HARD_LINK, "{error:?}"),
+        }
         backend.inspect(&key("k")).await.unwrap_err();
         backend.list().await.unwrap_err();
         backend.force_release(&key("k")).await.unwrap_err();
@@ -647,15 +695,20 @@ mod tests {
     #[tokio::test]
     async fn an_added_hard_link_ends_all_grants() {
         let link = |file: &Path| std::fs::hard_link(file, file.with_extension("second")).unwrap();
-        check_all_grants_end("locks.db", link, "more than one name").await;
+        check_all_grants_end("locks.db", link, HARD_LINK).await;
     }
 
     #[tokio::test]
     async fn grants_work_again_after_a_hard_link_is_removed() {
         let folder = TestFolder::new();
         let backend = folder.open_backend().await;
+        let held = claim("held");
+        acquire(&backend, &held).await;
         let second = folder.file().with_extension("second");
         std::fs::hard_link(folder.file(), &second).unwrap();
+        tokio::time::sleep(CHECK_VALID_FOR).await;
+        let error = backend.release(&held).await.unwrap_err();
+        assert!(error.is_retryable(), "{error:?}");
         // The failed attempt may have written its row, which then stays until its lease ends.
         backend.try_acquire(&claim("refused")).await.unwrap_err();
         let findings = backend.diagnose().await.unwrap();
@@ -665,6 +718,7 @@ mod tests {
         );
         remove(&second);
         acquire(&backend, &claim("k")).await;
+        assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
     }
 
     #[tokio::test]
@@ -776,6 +830,24 @@ mod tests {
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
         for attempt in stalled {
             assert!(matches!(attempt.await.unwrap(), registry_core::Attempt::Granted(_)));
+        }
+    }
+
+    /// `2` is `FULL`, `1` is `NORMAL`.
+    #[tokio::test]
+    async fn only_a_synced_statement_waits_for_the_disk() {
+        let folder = TestFolder::new();
+        let backend = folder.open_backend().await;
+        let read = || sqlx::query("SELECT synchronous FROM pragma_synchronous");
+        for (durability, expected) in [
+            (Durability::Unsynced, 1),
+            (Durability::Synced, 2),
+            (Durability::Unsynced, 1),
+            (Durability::Synced, 2),
+        ] {
+            let read = backend.writer.run(Priority::Normal, durability, Duration::MAX, read);
+            let (rows, _) = read.await.unwrap();
+            assert_eq!(backend.column::<i64>(&rows[0], 0).unwrap(), expected, "{durability:?}");
         }
     }
 

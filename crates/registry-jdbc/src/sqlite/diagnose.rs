@@ -35,7 +35,13 @@ impl SqliteBackend {
             )));
         }
 
-        for table in ["lock_registry_meta", "lock_registry_locks"] {
+        let tables = [
+            "lock_registry_meta",
+            "lock_registry_locks",
+            "lock_registry_values",
+            "lock_registry_waiters",
+        ];
+        for table in tables {
             let check = self
                 .reader
                 .fetch_all(move || sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));

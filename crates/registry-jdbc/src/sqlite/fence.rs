@@ -4,7 +4,7 @@ use registry_core::LockGuard;
 use sqlx::{Row, Sqlite, Transaction};
 
 use super::backend::SqliteBackend;
-use super::error;
+use super::error::{self, FileMismatch};
 use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl Fence<Sqlite> for LockGuard {
@@ -25,11 +25,13 @@ impl Fence<Sqlite> for LockGuard {
         // From now on no other claim can be granted the lock. But while the statement waited, the
         // guard may have been notified of its loss. Then its holder must not write. The holder must
         // not write either if the files were replaced, because other processes use other rows.
-        if self.is_held() && backend.has_current_files() {
-            Ok(())
-        } else {
-            Err(FenceError::lost(self))
+        if !self.is_held() {
+            return Err(FenceError::lost(self));
         }
+        backend.check_files().map_err(|source| match FileMismatch::from_error(&source) {
+            Some(_) => FenceError::lost(self),
+            None => FenceError::Backend { key: self.key().to_owned(), source },
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use registry_core::BackendError;
-use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
+use registry_core::BackendErrorKind::{self, Denied, Misconfigured, Transient};
 
 use super::error::{FileMismatch, at_path, file_mismatch_error};
 
@@ -47,7 +47,8 @@ impl DatabasePaths {
     /// Returns the identity of the database that is now at the path.
     ///
     /// # Errors
-    /// `Misconfigured` if no file is at the path, or if the file has a second name.
+    /// `Misconfigured` if no file is at the path, or if the file has a second name. `Transient` if
+    /// the state of the file cannot be read.
     pub(super) fn database_id(&self) -> Result<FileId, BackendError> {
         let metadata = self.metadata(&self.path, FileMismatch::Database)?;
         if has_hard_links(&metadata) {
@@ -59,7 +60,8 @@ impl DatabasePaths {
     /// Returns the identities of the files that are now at the three paths.
     ///
     /// # Errors
-    /// `Misconfigured` if a file is missing, or if the database has a second name.
+    /// `Misconfigured` if a file is missing, or if the database has a second name. `Transient` if
+    /// the state of a file cannot be read.
     pub(super) fn current_ids(&self) -> Result<FileIds, BackendError> {
         Ok(FileIds {
             database: self.database_id()?,
@@ -80,7 +82,7 @@ impl DatabasePaths {
     ///
     /// # Errors
     /// `Misconfigured` if a file was removed or replaced, or if the database was given a second
-    /// name.
+    /// name. `Transient` if the state of a file cannot be read.
     pub(super) fn check(&self, opened: &FileIds) -> Result<(), BackendError> {
         let reason = match self.current_ids()? {
             ids if ids == *opened => return Ok(()),
@@ -92,13 +94,22 @@ impl DatabasePaths {
     }
 
     fn metadata(&self, file: &Path, reason: FileMismatch) -> Result<Metadata, BackendError> {
-        fs::metadata(file).map_err(|_| file_mismatch_error(&self.path, reason))
+        fs::metadata(file).map_err(|error| match error.kind() {
+            ErrorKind::NotFound | ErrorKind::NotADirectory => {
+                file_mismatch_error(&self.path, reason)
+            }
+            _ => {
+                let message =
+                    "the state of the file cannot be read; check the permissions of its folder";
+                at_path(Transient, &self.path, message).with_source(error)
+            }
+        })
     }
 
-    /// Returns whether this process has this index of the log open.
+    /// Returns whether this process has this index of the log open, or `true` without `/proc`.
     ///
     /// All connections of a process share the index that the first connection opened, so a new
-    /// connection does not reopen the index. Without `/proc`, returns `true`.
+    /// connection does not reopen the index.
     pub(super) fn has_shared_memory_open(&self, ids: &FileIds) -> bool {
         let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
         // The names are compared first, because `metadata` of an unrelated file on an unreachable

@@ -5,6 +5,7 @@
 //! range is stored in the file, so that processes that lock once and exit also advance it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use registry_core::{BackendError, Claim};
 
@@ -13,16 +14,21 @@ use super::clock::to_micros;
 use super::sql;
 use super::statement::{RowKey, SqliteStatementBinder};
 
-/// A release purges a range if its claim's random id begins with this byte: one in 256. A range has
-/// 512 rows, so purges advance faster than releases can add rows.
+/// A release purges one range if the first byte of its claim's random id equals this value (1 in
+/// 256 releases). A range has 512 rows, so on average each release checks two rows, and it has
+/// added at most one.
 const PURGE_ID_BYTE: u8 = 0;
+
+/// How long a purge waits for the end of another connection's write transaction. A purge that
+/// reaches this limit is left to a later release.
+const BUSY_LIMIT: Duration = Duration::from_millis(10);
 
 impl SqliteBackend {
     /// Purges a range after one in 256 releases, chosen by the claim's random id.
     pub(super) async fn purge_at_random(&self, claim: &Claim) {
         if claim.id().to_bytes()[0] == PURGE_ID_BYTE {
-            // The release is complete and must not fail because of the purge. The next acquisition
-            // returns any error of the file.
+            // The release is complete, and must neither fail nor wait long because of the purge.
+            // The next acquisition returns any error of the file.
             let _ = self.purge_next_range().await;
         }
     }
@@ -50,9 +56,10 @@ impl SqliteBackend {
                 (purged, if rows < sql::PURGE_ROWS_MAX { RowKey::default() } else { end })
             }
         };
-        // Two processes may overwrite each other's position. Then one range is searched twice.
+        // Two processes may overwrite each other's position. Then ranges are searched twice.
         if next != start {
-            self.writer.execute(move || SqliteStatementBinder::save_purge_position(&next)).await?;
+            let save = move || SqliteStatementBinder::save_purge_position(&next);
+            self.writer.execute_within(BUSY_LIMIT, save).await?;
         }
         Ok(purged)
     }
@@ -66,7 +73,9 @@ impl SqliteBackend {
         free_since: i64,
     ) -> Result<u64, BackendError> {
         let (statements, start, end) = (Arc::clone(&self.statements), start.clone(), end.clone());
-        self.writer.execute(move || statements.purge(&start, &end, free_since)).await
+        // If another connection writes, a later release purges the range.
+        let purge = move || statements.purge(&start, &end, free_since);
+        self.writer.execute_within(BUSY_LIMIT, purge).await
     }
 }
 

@@ -274,7 +274,7 @@ impl SqliteBackend {
         SqliteRowColumns {
             claim: (!is_free).then(|| RECORD_MARKER.to_vec()),
             label: (!is_free).then(|| record.to_text()),
-            since: if raises_since { now.max(row.since + 1) } else { row.since },
+            since: if raises_since { now.max(row.since.saturating_add(1)) } else { row.since },
             until: if is_free { now } else { record.until().cast_signed() },
             ..row.clone()
         }
@@ -295,9 +295,14 @@ impl SqliteBackend {
     }
 
     fn next_token(&self, row: &ReadRow) -> Result<FencingToken, BackendError> {
-        let last = row.columns.token.map_or(0, |token| token.saturating_add(row.columns.block));
-        let wall = self.statements.clock.wall();
-        let token = wall.max(last).max(row.floor.saturating_add(1));
+        let last = match row.columns.token {
+            Some(token) => token.checked_add(row.columns.block),
+            None => Some(0),
+        };
+        let (Some(last), Some(above_floor)) = (last, row.floor.checked_add(1)) else {
+            return Err(self.corrupt_row("the token of a row is at its limit"));
+        };
+        let token = self.statements.clock.wall().max(last).max(above_floor);
         self.raise_next_token_min(token);
         self.fencing_token(token)
     }

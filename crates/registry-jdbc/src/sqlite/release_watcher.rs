@@ -69,7 +69,8 @@ struct WatcherTask {
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
     waiters: Waiters<Key, SeenVersion>,
-    /// Whether the kernel reports commits, and the last read succeeded.
+    /// Whether the kernel reports commits, and no read has failed since the last read of all
+    /// awaited keys.
     is_confirmed: AtomicBool,
 }
 
@@ -157,8 +158,11 @@ impl WatcherTask {
         let mut watch = CommitWatch::start(&self.wal);
         let mut schedule = ReadSchedule::idle();
         let mut budget = ReadBudget::new();
+        // A read of all keys has failed, so a waiter may have missed a release.
+        let mut has_missed_read = false;
+        self.is_confirmed.store(false, Ordering::Release);
         while self.waiters.wait_for_waiter(IDLE_TIMEOUT).await {
-            let succeeded = tokio::select! {
+            let (filter, succeeded) = tokio::select! {
                 () = watch.changed() => {
                     // The watch polls if it has failed, for example because the log was removed.
                     // Try to watch the new log.
@@ -168,15 +172,21 @@ impl WatcherTask {
                     if !watch.is_polling() {
                         schedule = ReadSchedule::starting_now();
                     }
-                    self.read_and_wake(WaiterFilter::All, &mut budget).await
+                    (WaiterFilter::All, self.read_and_wake(WaiterFilter::All, &mut budget).await)
                 }
                 () = self.waiters.changed() => {
                     watch.reset_interval();
-                    self.read_and_wake(WaiterFilter::New, &mut budget).await
+                    (WaiterFilter::New, self.read_and_wake(WaiterFilter::New, &mut budget).await)
                 }
-                () = schedule.next_read() => self.read_and_wake(WaiterFilter::All, &mut budget).await,
+                () = schedule.next_read() => {
+                    (WaiterFilter::All, self.read_and_wake(WaiterFilter::All, &mut budget).await)
+                }
             };
-            self.is_confirmed.store(succeeded && !watch.is_polling(), Ordering::Release);
+            if filter == WaiterFilter::All {
+                has_missed_read = !succeeded;
+            }
+            let is_confirmed = succeeded && !has_missed_read && !watch.is_polling();
+            self.is_confirmed.store(is_confirmed, Ordering::Release);
         }
     }
 
@@ -311,7 +321,7 @@ impl ReadBudget {
 }
 
 /// Which waiters' keys to read.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WaiterFilter {
     All,
     /// Only waiters that were registered since the last read, to detect a release between their

@@ -173,7 +173,12 @@ impl<S: Send + 'static> ExecutorState<S> {
                 Some(queued) = calls.recv() => queued,
                 queued = low_priority_calls.recv() => match queued {
                     Some(queued) => queued,
-                    None => return,
+                    // The executor was dropped. A call may have been queued since the poll of
+                    // `calls`.
+                    None => match calls.recv().await {
+                        Some(queued) => queued,
+                        None => return,
+                    },
                 },
                 () = self.wait_for_stall() => QueueItem::TakeOver,
             };

@@ -39,7 +39,7 @@ impl ValueStore for SqliteBackend {
         let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
         let value = value.to_vec();
         let write = move || statements.write_value(&claim, token, value.clone());
-        let changes = self.writer.execute(write).await?;
+        let changes = self.writer.execute_synced(write).await?;
         Ok(if changes > 0 { ValueWrite::Written } else { ValueWrite::NotHeld })
     }
 }

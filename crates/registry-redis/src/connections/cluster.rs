@@ -196,7 +196,8 @@ impl ClusterState {
         let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(owner) = owners.get_mut(usize::from(slot)) {
             *owner = Some(Arc::clone(node));
-            // The next refresh compares its map with this one, and would not find the change.
+            // The next refresh compares its slot map with the updated map and finds no difference.
+            // This flag makes it notify the registries.
             self.has_moved.store(true, Ordering::Release);
         }
     }

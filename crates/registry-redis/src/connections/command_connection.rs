@@ -66,9 +66,10 @@ impl CommandConnection {
     /// replaces the connection and calls `on_loss_detected`.
     ///
     /// If a command waits and no response arrives for `probe_after`, the command opens a second
-    /// connection as a probe. If the second connection opens before any response arrives, it
-    /// replaces the first connection. The command then calls `on_loss_detected`, and all commands
-    /// that wait on the first connection fail with a time-out error.
+    /// connection as a probe. If the second connection opens before any response arrives, all
+    /// commands that wait on the first connection fail with a time-out error. Unless the first
+    /// connection was already replaced, the second one replaces it, and the command calls
+    /// `on_loss_detected`.
     pub(crate) fn new(
         connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
         on_loss_detected: impl Fn() + Send + Sync + 'static,
@@ -203,9 +204,10 @@ impl CommandConnection {
                 () = &mut replaced => return Err(timed_out()),
                 result = replacement.connecting.clone() => result,
             };
-            if replacement_result.is_ok() && is_unresponsive() && self.replace(used, || replacement)
-            {
-                (self.on_loss_detected)();
+            if replacement_result.is_ok() && is_unresponsive() {
+                if self.replace(used, || replacement) {
+                    (self.on_loss_detected)();
+                }
                 activity.replaced.notify_waiters();
                 return Err(timed_out());
             }
@@ -234,7 +236,7 @@ fn start_connecting(connect: &impl Fn(ClosedFlag) -> ConnectFuture) -> SharedCon
     }
 }
 
-fn timed_out() -> RedisError {
+pub(super) fn timed_out() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 

@@ -5,15 +5,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use redis::{Cmd, PushInfo, PushKind, RedisResult, Value};
+use redis::{Cmd, PushInfo, PushKind, RedisResult, ServerErrorKind, Value};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::command_connection::{
-    ClosedFlag, CommandConnection, ConnectFuture, is_connection_error, is_noscript_error,
+    ClosedFlag, CommandConnection, ConnectFuture, is_connection_error, is_noscript_error, timed_out,
 };
 use crate::config::{Durability, Fsync, RedisConfig};
+use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, ReleaseListener};
 use crate::script::ScriptCall;
@@ -49,6 +50,7 @@ impl RedisNode {
         invalidations: &InvalidationForwarder,
     ) -> Self {
         let connection_lost = Arc::new(Notify::new());
+        let connect_timeout = config.connect_timeout;
         let probe_after = PROBE_AFTER.min(config.response_timeout);
         let connection = |probe_after| {
             let (connector, invalidations, invalidations_on_replace) =
@@ -59,6 +61,7 @@ impl RedisNode {
                 move |closed| {
                     connect_with_tracking(
                         Arc::clone(&connector),
+                        connect_timeout,
                         invalidations.clone(),
                         closed,
                         Arc::clone(&connection_lost),
@@ -198,12 +201,21 @@ impl RedisNode {
         if responses.len() != count {
             return Err((redis::ErrorKind::UnexpectedReturnType, "a response is missing").into());
         }
-        if prefix == Some(Prefix::Caching)
-            && matches!(responses.first(), Some(Value::ServerError(_)))
-        {
+        match (prefix, &responses[..]) {
             // The user may not run `CLIENT CACHING`, or this connection has no client tracking.
             // Holders detect losses at their next renewal.
-            self.invalidations.set_tracking(false);
+            (Some(Prefix::Caching), [Value::ServerError(_), ..]) => {
+                self.invalidations.set_tracking(false);
+            }
+            // The two servers of the slot would redirect the script to each other without end. If
+            // the migration has ended meanwhile, the server has executed the script, and the
+            // script's response counts.
+            (Some(Prefix::Asking), [Value::ServerError(error), script, ..])
+                if is_redirection_response(script) =>
+            {
+                return Err(error.clone().into());
+            }
+            _ => {}
         }
         Ok(responses)
     }
@@ -302,6 +314,11 @@ fn is_noscript_response(response: &Value) -> bool {
     matches!(response, Value::ServerError(error) if is_noscript_error(&error.clone().into()))
 }
 
+fn is_redirection_response(response: &Value) -> bool {
+    let Value::ServerError(error) = response else { return false };
+    matches!(error.kind(), Some(ServerErrorKind::Moved | ServerErrorKind::Ask))
+}
+
 impl Drop for RedisNode {
     fn drop(&mut self) {
         self.reconnect_task.abort();
@@ -340,6 +357,7 @@ async fn reconnect_after_loss(
 /// keys of scripts after [`Prefix::Caching`].
 fn connect_with_tracking(
     connector: Connector,
+    connect_timeout: Duration,
     invalidations: InvalidationForwarder,
     closed: ClosedFlag,
     connection_lost: Arc<Notify>,
@@ -364,8 +382,16 @@ fn connect_with_tracking(
         // user does not support tracking, holders detect losses at their next renewal.
         let track =
             redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("OPTIN").arg("NOLOOP").to_owned();
-        match connection.send_packed_command(&track).await.and_then(Value::extract_error) {
-            Err(error) if is_connection_error(&error) => return Err(error),
+        let tracked = timeout(connect_timeout, connection.send_packed_command(&track)).await;
+        let tracked = tracked.unwrap_or_else(|_| Err(timed_out())).and_then(Value::extract_error);
+        match tracked {
+            // A server that is busy or loads its data does not refuse tracking for good. Without
+            // this error, the connection would stay without tracking.
+            Err(error)
+                if is_connection_error(&error) || to_backend_error(&error).is_retryable() =>
+            {
+                return Err(error);
+            }
             tracked => invalidations.set_tracking(tracked.is_ok()),
         }
         Ok(connection)

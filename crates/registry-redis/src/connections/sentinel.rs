@@ -2,9 +2,10 @@
 //!
 //! A refresh queries all sentinels concurrently and uses the response with the newest configuration
 //! epoch. A sentinel that is partitioned from the other sentinels may still report an old master.
-//! The client receives the `+switch-master` messages of one sentinel. A refresh follows each of
-//! these messages and each error that an old master may cause. Refreshes also run at regular
-//! intervals.
+//! The client therefore ignores a smaller epoch than that of an earlier response, unless a majority
+//! of the sentinels reports it. The client receives the `+switch-master` messages of one sentinel.
+//! A refresh follows each of these messages and each error that an old master may cause. Refreshes
+//! also run at regular intervals.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::command_connection::{CommandConnection, ConnectFuture, is_connection_error};
+use super::command_connection::{CommandConnection, ConnectFuture, is_connection_error, timed_out};
 use super::{
     Connector, ErrorAction, RedisNode, Topology, connector, join_addresses, redact_credentials,
 };
@@ -47,7 +48,17 @@ struct SentinelState {
     addresses: String,
     /// The current master, once it is known.
     master: Mutex<Option<ServerAddress>>,
+    /// The report with the largest epoch so far. `master` follows it at the next refresh.
+    newest: Mutex<Option<MasterReport>>,
     refresh_requested: Notify,
+}
+
+/// A sentinel's response.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct MasterReport {
+    /// The epoch of the sentinel's configuration. Each failover increases it.
+    epoch: u64,
+    address: ServerAddress,
 }
 
 struct Sentinel {
@@ -84,6 +95,7 @@ impl SentinelTopology {
             sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
             addresses: join_addresses(sentinels),
             master: Mutex::default(),
+            newest: Mutex::default(),
             refresh_requested: Notify::new(),
         });
         let connector = master_connector(config.clone(), Arc::clone(&state));
@@ -155,28 +167,26 @@ impl SentinelState {
         let command = redis::cmd("SENTINEL").arg("MASTER").arg(&self.service).to_owned();
         let responses = join_all(self.sentinels.iter().map(async |sentinel| {
             let response = timeout(RESPONSE_TIMEOUT, sentinel.connection.send(&command)).await;
-            let timed_out = || Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
-            parse_master(&response.unwrap_or_else(|_| timed_out())?)
+            parse_master(&response.unwrap_or_else(|_| Err(timed_out()))?)
         }))
         .await;
-        let mut newest: Option<(u64, ServerAddress)> = None;
+        let mut reports = Vec::new();
         let mut last_error = None;
         for response in responses {
             match response {
-                Ok((epoch, address))
-                    if newest.as_ref().is_none_or(|(newest, _)| epoch > *newest) =>
-                {
-                    newest = Some((epoch, address));
-                }
-                Ok(_) => {}
+                Ok(report) => reports.push(report),
                 // An error response of a sentinel explains more than a failed connection to another
                 // sentinel.
                 Err(error) if is_connection_error(&error) => _ = last_error.get_or_insert(error),
                 Err(error) => last_error = Some(translate_sentinel_error(error)),
             }
         }
-        let no_sentinel = || (ErrorKind::Client, "no sentinel is configured").into();
-        newest.map(|(_, address)| address).ok_or_else(|| last_error.unwrap_or_else(no_sentinel))
+        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(report) = newest_report(newest.as_ref(), &reports, self.sentinels.len()) else {
+            let no_sentinel = || (ErrorKind::Client, "no sentinel is configured").into();
+            return Err(last_error.unwrap_or_else(no_sentinel));
+        };
+        Ok(newest.insert(report).address.clone())
     }
 
     /// Records the master and returns whether it replaces a different master.
@@ -190,6 +200,33 @@ impl SentinelState {
     fn master(&self) -> std::sync::MutexGuard<'_, Option<ServerAddress>> {
         self.master.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the newest of the `reports` of one query and the `known` report, or `None` without a
+/// report. `sentinels` is the number of configured sentinels.
+fn newest_report(
+    known: Option<&MasterReport>,
+    reports: &[MasterReport],
+    sentinels: usize,
+) -> Option<MasterReport> {
+    let votes = |report: &&MasterReport| reports.iter().filter(|other| other == report).count();
+    let newest_epoch = reports.iter().map(|report| report.epoch).max()?;
+    // Of several reports with the largest epoch, the most frequent one counts, and of these the
+    // first one.
+    let newest = reports.iter().filter(|report| report.epoch == newest_epoch);
+    let newest = newest.rev().max_by_key(votes);
+    let Some(known) = known.filter(|known| newest_epoch <= known.epoch) else {
+        return newest.cloned();
+    };
+    // Sentinels that were set up anew begin with a small epoch.
+    let has_majority = |report: &&MasterReport| votes(report) > sentinels / 2;
+    if let Some(agreed) = reports.iter().find(has_majority) {
+        return Some(agreed.clone());
+    }
+    // During a failover, the sentinel that leads it already reports the new epoch, but still the
+    // old master.
+    let is_confirmed = newest_epoch < known.epoch || reports.contains(known);
+    if is_confirmed { Some(known.clone()) } else { newest.cloned() }
 }
 
 /// Translates an error that a sentinel returned.
@@ -213,7 +250,7 @@ fn translate_sentinel_error(error: RedisError) -> RedisError {
     (ErrorKind::InvalidClientConfig, message).into()
 }
 
-fn parse_master(response: &Value) -> RedisResult<(u64, ServerAddress)> {
+fn parse_master(response: &Value) -> RedisResult<MasterReport> {
     let fields: std::collections::HashMap<String, String> = redis::from_redis_value_ref(response)?;
     let field = |name: &str| fields.get(name).filter(|value| !value.is_empty());
     let unexpected_response =
@@ -221,7 +258,7 @@ fn parse_master(response: &Value) -> RedisResult<(u64, ServerAddress)> {
     let host = field("ip").ok_or_else(unexpected_response)?.clone();
     let port = field("port").and_then(|port| port.parse().ok()).ok_or_else(unexpected_response)?;
     let epoch = field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
-    Ok((epoch, ServerAddress::Tcp { host, port }))
+    Ok(MasterReport { epoch, address: ServerAddress::Tcp { host, port } })
 }
 
 /// Returns a function that connects to the current master and verifies its role.
@@ -235,8 +272,10 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
             // connections.
             state.master().get_or_insert_with(|| address.clone());
             let mut connection = connector(&config, &address)?(on_push).await?;
-            let role =
-                connection.send_packed_command(&redis::cmd("ROLE")).await?.extract_error()?;
+            let command = redis::cmd("ROLE");
+            let role = connection.send_packed_command(&command);
+            let role = timeout(config.connect_timeout, role).await;
+            let role = role.unwrap_or_else(|_| Err(timed_out()))?.extract_error()?;
             let is_master = matches!(
                 &role,
                 Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master")
@@ -310,5 +349,37 @@ impl fmt::Debug for SentinelTopology {
             .field("service", &self.state.service)
             .field("master", &*self.state.master())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(epoch: u64, host: &str) -> MasterReport {
+        MasterReport { epoch, address: ServerAddress::Tcp { host: host.to_owned(), port: 6379 } }
+    }
+
+    #[test]
+    fn an_outdated_report_never_replaces_a_newer_master() {
+        let (old, new, reset) = (report(4, "old"), report(5, "new"), report(0, "reset"));
+        let newest = |known: Option<&MasterReport>, reports: &[&MasterReport]| {
+            let reports: Vec<_> = reports.iter().copied().cloned().collect();
+            newest_report(known, &reports, 3)
+        };
+        assert_eq!(newest(None, &[]), None);
+        assert_eq!(newest(Some(&new), &[]), None, "no sentinel responds");
+        assert_eq!(newest(None, &[&old]), Some(old.clone()));
+        assert_eq!(newest(Some(&old), &[&old, &new]), Some(new.clone()));
+        assert_eq!(newest(Some(&new), &[&old]), Some(new.clone()));
+        assert_eq!(newest(Some(&new), &[&old, &reset]), Some(new.clone()));
+        let of_majority = newest(Some(&new), &[&old, &reset, &reset]);
+        assert_eq!(of_majority, Some(reset), "the sentinels were set up anew");
+        // The sentinel that leads a failover still reports the old master.
+        let leader = report(5, "old");
+        assert_eq!(newest(None, &[&leader, &new, &new]), Some(new.clone()));
+        assert_eq!(newest(Some(&new), &[&leader, &new]), Some(new.clone()));
+        assert_eq!(newest(Some(&leader), &[&leader, &new, &new]), Some(new.clone()));
+        assert_eq!(newest(Some(&leader), &[&new]), Some(new.clone()), "the leader has followed");
     }
 }

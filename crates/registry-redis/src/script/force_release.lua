@@ -1,7 +1,7 @@
 -- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants. Waiting claims keep
 -- their entries. Returns 1 if the lock was held, otherwise 0.
-local current_claim, record = read_holder(KEYS[1])
-if not current_claim then
+local current_claim, record, is_foreign = read_holder(KEYS[1])
+if not current_claim or is_foreign then
   return 0
 end
 local freed, waiting = 1, ''

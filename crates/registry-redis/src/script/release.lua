@@ -1,5 +1,6 @@
 -- KEYS: the lock, its token key. ARGV: claim, number of used tokens, publish command, message,
--- channels. Returns 1 if the claim held the lock, otherwise 0, plus 2 if other claims remain.
+-- channels. Removes the claim's grant or its place in the queue. Returns 0 if it has neither.
+-- Otherwise returns 1 if the claim held the lock, else 0, plus 2 if other claims remain.
 local current_claim, record = read_holder(KEYS[1])
 local first_token, last_reserved, remaining_record, freed
 if record and has_several_claims(record) then

@@ -1,9 +1,13 @@
--- KEYS: the lock. ARGV: the expected value, the new value (empty if the key becomes free), the
--- expiry of the new value in ms, the latest expected end in us. Publish command, message and
--- channels follow if other claims may be granted after the change. The expected end is that of an
--- exclusive grant: 0 if its key has no expiry, empty for any other value, -1 to read without
--- writing. Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the
--- value or the end has changed.
+-- KEYS: the lock. ARGV:
+-- - the expected value
+-- - the new value, empty if the key becomes free
+-- - the expiry of the new value in ms
+-- - the latest expected end of an exclusive grant in us: 0 if its key has no expiry, empty for any
+--   other value, -1 to read without writing
+-- - the publish command, the message and the channels, if other claims may be granted after the
+--   change
+-- Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the value or
+-- the end has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
 local remaining, now = redis.call('PTTL', KEYS[1]), now_text()
 local is_expected = value == ARGV[1]

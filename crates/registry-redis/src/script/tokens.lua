@@ -1,14 +1,15 @@
--- Reserves `count` tokens for `claim` in the token key. `now_text` is the time in us. Returns the
+-- Reserves `count` tokens for `claim` in the token key. `clock_text` is the time in us. Returns the
 -- first token as text, or nil and an error. The first token must exceed all earlier tokens, even
 -- tokens that a server lost with its data. The clock is usually ahead of earlier tokens, so the
--- function first stores the clock's time as token. SET returns the previous value.
-local function reserve_tokens(token_key, now_text, count, retention, claim)
-  local call, now = redis.call, tonumber(now_text)
+-- function first stores the last of the tokens that begin at the clock's time. SET returns the
+-- previous value. If that value has reached the clock's time, the tokens begin after that value.
+local function reserve_tokens(token_key, clock_text, count, retention, claim)
+  local call, now = redis.call, tonumber(clock_text)
   count = tonumber(count)
-  local previous = call('SET', token_key, format_tokens(string.format('%.0f', now + count - 1), now_text, claim), 'PX', retention, 'GET')
+  local previous = call('SET', token_key, format_tokens(string.format('%.0f', now + count - 1), clock_text, claim), 'PX', retention, 'GET')
   local newest_token = previous and tonumber(string.match(previous, '^%d+'))
   if not newest_token or newest_token < now then
-    return now_text
+    return clock_text
   end
   local last_token = newest_token + count
   if last_token >= 9007199254740992 then

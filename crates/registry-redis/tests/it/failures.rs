@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Capabilities, Claim, ClaimMode, Finding, Grant,
     Invalidations, Key, LockAdmin, LockBackend, LockError, LockGuard, LockOptions, LostReason,
-    MemoryBackend, Registry, Release, Renewal,
+    MemoryBackend, Queueing, Registry, Release, Renewal,
 };
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use registry_testkit::redis::{RedisCluster, RedisServer};
@@ -696,6 +696,33 @@ async fn foreign_holder_ids_count_as_held_and_are_listed() {
     assert_eq!(registry_a.list().await.unwrap().len(), 5);
 }
 
+#[tokio::test]
+async fn a_hash_that_is_no_lock_is_not_broken() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(Layout::Redisson);
+    let backend = RedisBackend::open(config).await.unwrap();
+    let registry_a = Registry::builder(Arc::new(backend)).build().unwrap();
+    server.send_command("HSET k a 1 b 2").await.unwrap();
+    assert!(registry_a.obtain("k").try_lock().await.unwrap().is_none());
+    assert!(!registry_a.force_release("k").await.unwrap());
+    assert_eq!(server.send_command("HLEN k").await.unwrap(), ":2\r\n");
+}
+
+#[tokio::test]
+async fn a_corrupt_record_is_listed_as_held_and_hides_no_other_lock() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let registry_a = open_without_polling(&server).await;
+    let guard = registry_a.obtain("intact").lock().await.unwrap();
+    server.send_command("SET lock-registry:{corrupt} +;x").await.unwrap();
+    let holders = registry_a.list().await.unwrap();
+    let mut keys: Vec<_> = holders.iter().map(|holder| holder.key.as_str()).collect();
+    keys.sort_unstable();
+    assert_eq!(keys, ["corrupt", "intact"]);
+    let error = registry_a.obtain("corrupt").holders().await.unwrap_err();
+    assert!(error_text(&error).contains("corrupt; break the lock"), "{error:?}");
+    guard.unlock().await.unwrap();
+}
+
 /// Starts a server that responds like a sentinel. Its reported master is `master`, an address and
 /// the configuration epoch.
 async fn start_fake_sentinel(
@@ -1025,4 +1052,34 @@ async fn a_waiter_that_joins_the_queue_undoes_no_renewal() {
         RedisBackend::open(config).await.unwrap(),
     ];
     assert_a_waiter_undoes_no_renewal(&holding, &waiting).await;
+}
+
+/// A claim that waits for permits blocks the permits behind it even if enough units are free.
+#[tokio::test]
+async fn the_grant_of_queued_permits_wakes_the_claims_behind_it() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let backend = RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
+    let claim = |take| {
+        let claim = Claim::new(Key::new("k").unwrap(), secs(600));
+        claim.with_mode(ClaimMode::Permits { take, of: 2 }).with_queueing(Queueing::Join)
+    };
+    let wait_in_queue = async |claim: &Claim| match backend.try_acquire(claim).await {
+        Ok(Attempt::Busy(busy)) => busy,
+        other => panic!("{claim:?} does not wait: {other:?}"),
+    };
+    let (both, first, second) = (claim(2), claim(1), claim(1));
+    granted(&backend, &both).await.unwrap();
+    wait_in_queue(&first).await;
+    let busy = wait_in_queue(&second).await;
+    // The confirmation of the subscription ends this wait.
+    within(LONG, backend.wait(&second, &busy)).await;
+    let busy = wait_in_queue(&second).await;
+    backend.release(&both).await.unwrap();
+    // The message of the release ends this wait.
+    within(LONG, backend.wait(&second, &busy)).await;
+    let busy = wait_in_queue(&second).await;
+    let woken = within(LONG, backend.wait(&second, &busy));
+    let (grant, ()) = tokio::join!(granted(&backend, &first), woken);
+    grant.unwrap();
+    granted(&backend, &second).await.unwrap();
 }

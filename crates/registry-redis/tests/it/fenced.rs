@@ -68,6 +68,9 @@ async fn hashes_and_scripts_are_fenced_too() {
     let inner = ScriptReply::Array(vec![ScriptReply::Int(1), bytes("x")]);
     let all = ScriptReply::Array(vec![bytes("m"), inner, bytes("fine")]);
     assert_eq!(reply, Fenced::Written(all));
+    let several = FencedScript::new("return 'first', 'second'");
+    let reply = writes.run(token(5), &several, &["m"], &[]).await.unwrap();
+    assert_eq!(reply, Fenced::Written(bytes("first")));
 }
 
 #[tokio::test]
@@ -104,6 +107,11 @@ async fn an_error_of_a_write_that_was_executed_leaves_the_outcome_unknown() {
     let error = writes.run(token(1), &failing, &["k"], &[]).await.unwrap_err();
     assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Protocol, false), "{error:?}");
     assert!(server.send_command("GET k").await.unwrap().contains("half"));
+
+    let busy = "redis.call('SET', KEYS[1], 'rest'); return redis.error_reply('BUSY later')";
+    let error = writes.run(token(1), &FencedScript::new(busy), &["k"], &[]).await.unwrap_err();
+    assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Transient, false), "{error:?}");
+    assert!(server.send_command("GET k").await.unwrap().contains("rest"));
 }
 
 /// The holder ignores the end of its lease and writes after the next holder.

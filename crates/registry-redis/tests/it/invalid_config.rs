@@ -107,7 +107,7 @@ async fn a_server_that_is_no_sentinel_or_cluster_member_is_reported() {
 async fn a_server_without_waitaof_is_refused_at_once() {
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
     let config = config(&server.url()).with_fsync(Fsync::Required);
-    assert_refused(config, BackendErrorKind::Misconfigured, "").await;
+    assert_refused(config, BackendErrorKind::Misconfigured, "(`fsync`); use Redis 7.2").await;
 }
 
 /// Servers repeat unknown commands in their errors, which would disclose the password.

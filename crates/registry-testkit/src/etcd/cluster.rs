@@ -4,7 +4,7 @@ use std::io;
 
 use super::options::EtcdOptions;
 use super::server::EtcdServer;
-use crate::retry::{not_yet, retry};
+use crate::retry::retry;
 use serde::Deserialize;
 
 /// The members of one cluster. Dropping this handle kills all of them.
@@ -79,13 +79,13 @@ impl EtcdCluster {
             }
             let leader =
                 statuses.iter().find(|(_, status)| status.leader == status.header.member_id);
-            let (number, leader) = leader.ok_or_else(|| not_yet("no member leads"))?;
+            let (number, leader) = leader.ok_or_else(|| io::Error::other("no member leads"))?;
             // A replaced leader may still claim to lead, so a majority must agree.
             let agree = statuses.iter().filter(|(_, status)| status.leader == leader.leader);
             if agree.count() > self.members.len() / 2 {
                 return Ok(*number);
             }
-            Err(not_yet("no majority has this leader"))
+            Err(io::Error::other("no majority has this leader"))
         })
         .await
     }

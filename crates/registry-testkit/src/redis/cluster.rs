@@ -14,7 +14,7 @@ use super::reply::RedisReply;
 use super::sentinel::require_new_master;
 use super::server::RedisServer;
 use crate::ports::Port;
-use crate::retry::{not_yet, retry};
+use crate::retry::retry;
 use view::{ClusterView, NodeInfo, slot_of};
 
 /// The number of slots that the masters share.
@@ -136,7 +136,7 @@ impl RedisCluster {
             let known = |node: &ClusterNode| view.member(&node.id).is_some_and(NodeInfo::is_met);
             if !self.nodes.iter().all(known) {
                 let addr = node.server.addr();
-                return Err(not_yet(format!("{addr} has not met all nodes: {view:?}")));
+                return Err(io::Error::other(format!("{addr} has not met all nodes: {view:?}")));
             }
         }
         Ok(())
@@ -203,7 +203,7 @@ impl RedisCluster {
             }
         }
         let master = claims.into_iter().max().map(|(_, addr)| addr);
-        master.ok_or_else(|| not_yet(format!("slot {slot} has no master")))
+        master.ok_or_else(|| io::Error::other(format!("slot {slot} has no master")))
     }
 
     /// Returns the addresses of the nodes that report that they replicate the master of `slot`.
@@ -385,7 +385,9 @@ impl RedisCluster {
         retry("all nodes know the slot's new master", || async {
             match self.confirmed_master_of(slot).await? {
                 master if master == to => Ok(()),
-                master => Err(not_yet(format!("slot {slot} belongs to {master}, not to {to}"))),
+                master => {
+                    Err(io::Error::other(format!("slot {slot} belongs to {master}, not to {to}")))
+                }
             }
         })
         .await
@@ -398,7 +400,7 @@ impl RedisCluster {
             let seen = healthy_view(node).await?.owner(slot).map(|owner| owner.id.clone());
             let (addr, id) = (node.server.addr(), &self.node_at(master).id);
             if seen.as_ref() != Some(id) {
-                return Err(not_yet(format!(
+                return Err(io::Error::other(format!(
                     "slot {slot} belongs to {master} ({id}), but {addr} sees the owner {seen:?}"
                 )));
             }
@@ -415,14 +417,16 @@ impl RedisCluster {
             let seen = view.owners();
             let first = owners.get_or_insert_with(|| seen.clone());
             if *first != seen {
-                return Err(not_yet(format!("one node sees {first:?}, another {seen:?}")));
+                return Err(io::Error::other(format!("one node sees {first:?}, another {seen:?}")));
             }
             if view.myself().is_some_and(|member| member.master.is_some()) {
                 replicas += 1;
                 let link = node.server.info("replication", "master_link_status").await?;
                 if link.as_deref() != Some("up") {
                     let addr = node.server.addr();
-                    return Err(not_yet(format!("the replication link of {addr} is {link:?}")));
+                    return Err(io::Error::other(format!(
+                        "the replication link of {addr} is {link:?}"
+                    )));
                 }
             } else {
                 online += node.server.replicas_online().await?;
@@ -430,11 +434,11 @@ impl RedisCluster {
             // Clients do not connect to a replica that the nodes do not know yet.
             let known = view.members().filter(|member| member.master.is_some()).count();
             if known < usize::from(MASTERS) {
-                return Err(not_yet(format!("one node knows only {known} replicas")));
+                return Err(io::Error::other(format!("one node knows only {known} replicas")));
             }
         }
         if online < replicas {
-            return Err(not_yet(format!("{online} of {replicas} replicas are online")));
+            return Err(io::Error::other(format!("{online} of {replicas} replicas are online")));
         }
         Ok(())
     }
@@ -474,7 +478,7 @@ impl ClusterNode {
 async fn healthy_view(node: &ClusterNode) -> io::Result<ClusterView> {
     let info = query_text(&node.server, &["CLUSTER", "INFO"]).await?;
     if !info.contains("cluster_state:ok") {
-        return Err(not_yet(format!("{} reports {info}", node.server.addr())));
+        return Err(io::Error::other(format!("{} reports {info}", node.server.addr())));
     }
     ClusterView::query(&node.server).await
 }
@@ -489,5 +493,5 @@ async fn execute(server: &RedisServer, words: &[&str]) -> io::Result<()> {
 
 async fn query_text(server: &RedisServer, words: &[&str]) -> io::Result<String> {
     let reply = server.send_command_args(words).await?.into_result()?;
-    reply.text().ok_or_else(|| not_yet(format!("{reply:?} is not text")))
+    reply.text().ok_or_else(|| io::Error::other(format!("{reply:?} is not text")))
 }

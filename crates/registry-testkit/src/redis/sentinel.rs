@@ -7,7 +7,7 @@ use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
 use super::server::RedisServer;
-use crate::retry::{not_yet, retry};
+use crate::retry::retry;
 
 /// The name of the master in the sentinels' configuration.
 const NAME: &str = "mymaster";
@@ -154,7 +154,7 @@ impl SentinelSetup {
     pub async fn master(&self) -> io::Result<SocketAddr> {
         match self.sentinels.iter().find(|sentinel| sentinel.is_responsive()) {
             Some(sentinel) => query_master(sentinel).await,
-            None => Err(not_yet("no sentinel responds")),
+            None => Err(io::Error::other("no sentinel responds")),
         }
     }
 
@@ -218,7 +218,7 @@ impl SentinelSetup {
     /// Requests a failover. A sentinel refuses until it considers a replica suitable.
     async fn request_failover(&self) -> io::Result<()> {
         let sentinel = self.sentinels.iter().find(|sentinel| sentinel.is_responsive());
-        let sentinel = sentinel.ok_or_else(|| not_yet("no sentinel responds"))?;
+        let sentinel = sentinel.ok_or_else(|| io::Error::other("no sentinel responds"))?;
         sentinel.send_command_args(&["SENTINEL", "FAILOVER", NAME]).await?.into_result()?;
         Ok(())
     }
@@ -302,15 +302,17 @@ impl SentinelSetup {
         for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.is_responsive()) {
             let named = query_master(sentinel).await?;
             if named != master {
-                return Err(not_yet(format!("one sentinel names {master}, another {named}")));
+                return Err(io::Error::other(format!(
+                    "one sentinel names {master}, another {named}"
+                )));
             }
         }
         if !self.server(master).is_responsive() {
-            return Err(not_yet(format!("{master} does not answer")));
+            return Err(io::Error::other(format!("{master} does not answer")));
         }
         match &*query_role(self.server(master)).await? {
             "master" => Ok(master),
-            other => Err(not_yet(format!("{master} reports the role {other}"))),
+            other => Err(io::Error::other(format!("{master} reports the role {other}"))),
         }
     }
 
@@ -318,7 +320,7 @@ impl SentinelSetup {
         let expected = self.servers.iter().filter(|server| server.is_responsive()).count() - 1;
         let online = self.server(master).replicas_online().await?;
         if online != expected {
-            return Err(not_yet(format!("{online} of {expected} replicas are online")));
+            return Err(io::Error::other(format!("{online} of {expected} replicas are online")));
         }
         Ok(())
     }
@@ -333,7 +335,7 @@ impl SentinelSetup {
             let number = |name| known.field(name)?.parse::<usize>().ok();
             let others = number("num-other-sentinels");
             if others != Some(SENTINELS - 1) || known.field("flags").as_deref() != Some("master") {
-                return Err(not_yet(format!("a sentinel knows only this: {known:?}")));
+                return Err(io::Error::other(format!("a sentinel knows only this: {known:?}")));
             }
             let replicas =
                 sentinel.send_command_args(&["SENTINEL", "REPLICAS", NAME]).await?.into_result()?;
@@ -342,7 +344,9 @@ impl SentinelSetup {
                     && replica.field("master-link-status").as_deref() == Some("ok")
             };
             if replicas.items().iter().filter(is_healthy).count() + 1 != up {
-                return Err(not_yet(format!("a sentinel knows only these replicas: {replicas:?}")));
+                return Err(io::Error::other(format!(
+                    "a sentinel knows only these replicas: {replicas:?}"
+                )));
             }
         }
         Ok(())
@@ -351,7 +355,7 @@ impl SentinelSetup {
 
 /// Returns `master`, or an error if it is still `old`.
 pub(super) fn require_new_master(old: SocketAddr, master: SocketAddr) -> io::Result<SocketAddr> {
-    if master == old { Err(not_yet("it is still the old master")) } else { Ok(master) }
+    if master == old { Err(io::Error::other("it is still the old master")) } else { Ok(master) }
 }
 
 /// Returns the address of the master according to this sentinel.
@@ -359,11 +363,14 @@ async fn query_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
     let command = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME];
     let answer = sentinel.send_command_args(&command).await?.into_result()?;
     let words: Vec<String> = answer.items().iter().filter_map(RedisReply::text).collect();
-    words.join(":").parse().map_err(|_| not_yet(format!("a sentinel names {words:?}")))
+    words.join(":").parse().map_err(|_| io::Error::other(format!("a sentinel names {words:?}")))
 }
 
 /// Returns the role of a server: `master` or `slave`.
 async fn query_role(server: &RedisServer) -> io::Result<String> {
     let role = server.send_command_args(&["ROLE"]).await?.into_result()?;
-    role.items().first().and_then(RedisReply::text).ok_or_else(|| not_yet(format!("{role:?}")))
+    role.items()
+        .first()
+        .and_then(RedisReply::text)
+        .ok_or_else(|| io::Error::other(format!("{role:?}")))
 }

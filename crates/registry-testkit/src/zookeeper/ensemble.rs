@@ -6,7 +6,7 @@ use super::options::ZooKeeperOptions;
 use super::server::ZooKeeperServer;
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, ProxyMode};
-use crate::retry::{not_yet, retry};
+use crate::retry::retry;
 
 /// The members of one ensemble. Dropping this handle kills them.
 #[derive(Debug)]
@@ -164,7 +164,7 @@ impl ZooKeeperEnsemble {
                     return Ok(index);
                 }
             }
-            Err(not_yet("none of them leads"))
+            Err(io::Error::other("none of them leads"))
         })
         .await
     }

@@ -11,12 +11,12 @@ use super::backend::{ExecutedRenewal, MySqlWakeups, claim_count, wait_for_fence}
 use super::config::MySqlConfig;
 use super::sql::quoted;
 use crate::server::spring::{SpringVersion, client_id, lock_key};
-use crate::server::statement::{micros, text};
+use crate::server::statement::{maybe_number, micros, text};
 use crate::server::{
-    ConnectionUse, Resend, RowId, SpringDialect, SpringLeaseTable, SpringTable, SqlStore,
-    Statement, StatementText, Value,
+    ConnectionUse, Resend, RowId, ServerErrors as _, SpringDialect, SpringLeaseTable, SpringTable,
+    SqlStore, Statement, StatementText, Value,
 };
-use sql::MySqlSpringStatements;
+use sql::{DATE_DIGITS, MySqlSpringStatements};
 
 impl SpringDialect for MySql {
     const SCHEMA_FILE: &'static str = "schema-mysql.sql";
@@ -39,9 +39,22 @@ impl SpringDialect for MySql {
         let database = database.or_else(|| store.config.server.get_database()).unwrap_or_default();
         let values = [Value::Text(database.to_owned()), Value::Text(name)];
         let columns = store.query(&StatementText::positional(sql::COLUMNS, &[]), values).await?;
+        let end_column = match table.version {
+            SpringVersion::V6 { .. } => "CREATED_DATE",
+            SpringVersion::V7 => "EXPIRED_AFTER",
+        };
         let mut has_end_column = false;
         for column in &columns {
-            has_end_column |= text::<Self>(column, 0)?.as_deref() == Some("EXPIRED_AFTER");
+            let column_name = text::<Self>(column, 0)?.unwrap_or_default();
+            has_end_column |= column_name == "EXPIRED_AFTER";
+            let digits = maybe_number::<Self>(column, 1)?.unwrap_or_default();
+            // The server could store an earlier end of a lease than its holder assumes.
+            if column_name == end_column && digits < DATE_DIGITS {
+                let (_, name) = table.schema_and_name();
+                return Err(Self::misconfigured(&format!(
+                    "the column {end_column} of Spring's table {name} stores only {digits} digits of a second's fraction; run `ALTER TABLE {name} MODIFY {end_column} DATETIME({DATE_DIGITS}) NOT NULL`"
+                )));
+            }
         }
         let quoted_name = Self::table_name(&store.config, table);
         Ok((!columns.is_empty()).then_some((quoted_name, has_end_column)))
@@ -79,27 +92,28 @@ impl SpringDialect for MySql {
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let (lease, requested_at) = (claims[0].lease(), Instant::now());
-        let (client, texts) = (&spring.store.client, &spring.statements);
+        let (store, statements) = (&spring.store, &spring.statements);
         let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
         let clients = claims.iter().map(|claim| client_id(claim.id())).collect();
         let ids = keys.iter().map(|key| spring.row_id(key).bytes().to_vec()).collect();
         let change = async |text, values: [Value; 4]| {
             // A repeated renewal has the same effect as a single renewal, so it may be sent again.
             let statement = Statement::new(text, values);
-            client.send(ConnectionUse::Renew(lease), Resend::Allowed, &statement).await
+            store.client.send(ConnectionUse::Renew(lease), Resend::Allowed, &statement).await
         };
-        let (keys, offset) = (Value::ManyTexts(keys), Value::Number(texts.stored_offset(lease)));
+        let offset = Value::Number(statements.stored_offset(lease));
+        let keys = Value::ManyTexts(keys);
         let values = [keys.clone(), Value::ManyTexts(clients), claim_count(claims), offset];
-        let answer = change(&texts.renew, values).await?;
+        let answer = change(&statements.renew, values).await?;
         // The grants are renewed already. The times in native rows matter only for the purge, so an
         // error is ignored.
         let lease_value = Value::Number(micros(lease));
         let values =
             [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), lease_value];
-        let _ = change(&texts.renew_native, values).await;
+        let _ = change(&statements.renew_native, values).await;
         let renewal =
-            ExecutedRenewal { client, claims, requested_at, changed: answer.affected_rows };
-        let unexpired = Statement::new(&texts.unexpired, [keys]);
+            ExecutedRenewal { store, claims, requested_at, changed: answer.affected_rows };
+        let unexpired = Statement::new(&statements.unexpired, [keys]);
         renewal.answers(|claim| client_id(claim.id()), unexpired).await
     }
 
@@ -112,7 +126,7 @@ impl SpringDialect for MySql {
         if claim.is_fenced() {
             // A fence locks both rows. The native row of a held key always exists, so an empty
             // result means that the row is locked.
-            wait_for_fence(async || {
+            wait_for_fence(claim, async || {
                 let text = &spring.store.statements.lock_row;
                 let lock_row = Statement::new(text, [spring.id_value(&lock_key)]);
                 Ok(client.query(ConnectionUse::Release, &lock_row).await?.is_empty()

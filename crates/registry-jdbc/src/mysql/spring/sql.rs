@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::super::config::MySqlConfig;
 use super::super::sql::{LIST_SIZES, NOW, WRITABLE, quoted};
 use crate::server::spring::SpringVersion;
-use crate::server::statement::micros;
+use crate::server::statement::{micros, with_names};
 use crate::server::{SpringStatements, SpringTable, StatementText};
 
 /// The text of every statement, with the names of the tables filled in.
@@ -58,6 +58,12 @@ impl MySqlSpringStatements {
         };
         let database = quoted(config.server.get_database().unwrap_or_default());
         let prefix = &config.settings.table_prefix;
+        let names = [
+            ("{lock}", lock.to_owned()),
+            ("{locks}", format!("{database}.{prefix}_locks")),
+            ("{meta}", format!("{database}.{prefix}_meta")),
+            ("{region}", table.region().to_owned()),
+        ];
         let text = |template: &str| {
             let text = template
                 .replace("{dates}", dates)
@@ -68,13 +74,8 @@ impl MySqlSpringStatements {
                 .replace("{ttl}", &ttl.as_micros().to_string())
                 .replace("{writable}", WRITABLE)
                 .replace("{utc}", "UTC_TIMESTAMP(6)")
-                .replace("{now}", NOW)
-                .replace("{lock}", lock)
-                .replace("{locks}", &format!("{database}.{prefix}_locks"))
-                .replace("{meta}", &format!("{database}.{prefix}_meta"))
-                // Last, because a region may contain braces.
-                .replace("{region}", table.region());
-            StatementText::positional(&text, &LIST_SIZES)
+                .replace("{now}", NOW);
+            StatementText::positional(&with_names(&text, &names), &LIST_SIZES)
         };
         let common = SpringStatements {
             // In `CURRENT_GRANT` the id is parameter 2, in `ACQUIRE` parameter 4.
@@ -117,9 +118,15 @@ pub(in super::super) fn create_table(lock: &str, version: SpringVersion) -> Stat
     StatementText::positional(&text, &[])
 }
 
-/// Returns the names of the columns of a table, in capitals. Parameters: database, table.
+/// Returns the names of the columns of a table, in capitals, and how many digits of a second's
+/// fraction they store. Parameters: database, table.
 pub(super) const COLUMNS: &str = "\
-    SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = $1 AND TABLE_NAME = $2";
+    SELECT CAST(UPPER(COLUMN_NAME) AS CHAR), CAST(DATETIME_PRECISION AS SIGNED) \
+    FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = $1 AND TABLE_NAME = $2";
+
+/// How many digits of a second's fraction the column with the end of a lease must store. It is the
+/// number in [`create_table`], which equals that of Spring's own schema.
+pub(super) const DATE_DIGITS: i64 = 6;
 
 /// Grants the key if it is free.
 ///

@@ -27,12 +27,12 @@ impl SpringDialect for Postgres {
     type SpringStatements = PgSpringStatements;
 
     /// Returns the unquoted name, as in Spring's statements: the server converts its letters to
-    /// lower case.
+    /// lower case. Only a schema of the configuration is quoted, as for the native tables.
     fn table_name(config: &PostgresConfig, table: &SpringTable) -> String {
-        let (schema, name) = table.schema_and_name();
-        match schema.or(config.schema.as_deref()) {
-            Some(schema) => format!("{schema}.{name}"),
-            None => name,
+        match (table.schema_and_name(), &config.schema) {
+            ((Some(schema), name), _) => format!("{schema}.{name}"),
+            ((None, name), Some(schema)) => format!("{}.{name}", quoted(schema)),
+            ((None, name), None) => name,
         }
     }
 
@@ -117,3 +117,17 @@ impl SpringDialect for Postgres {
 /// How long the release of a fenced claim waits for the row. Statements of other clients lock the
 /// row for a shorter time.
 const FENCED_ROW_TIMEOUT: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configured_schema_keeps_its_capital_letters() {
+        let config = PostgresConfig::new("db", 5432, "shop").with_schema("Elsewhere");
+        let name =
+            |prefix: &str| Postgres::table_name(&config, &SpringTable::v7().with_prefix(prefix));
+        assert_eq!(name("INT_"), "\"Elsewhere\".INT_LOCK");
+        assert_eq!(name("App.INT_"), "App.INT_LOCK");
+    }
+}

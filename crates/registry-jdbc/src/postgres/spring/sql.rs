@@ -12,6 +12,7 @@
 
 use super::super::config::TableNames;
 use crate::server::spring::SpringVersion;
+use crate::server::statement::with_names;
 use crate::server::{SpringStatements, SpringTable, StatementText};
 
 /// The texts of all statements, for tables with these names.
@@ -51,6 +52,12 @@ impl PgSpringStatements {
             SpringVersion::V7 => String::new(),
             SpringVersion::V6 { ttl } => format!("interval '{} microseconds'", ttl.as_micros()),
         };
+        let names = [
+            ("{lock}", lock.to_owned()),
+            ("{locks}", tables.locks()),
+            ("{meta}", tables.meta()),
+            ("{region}", table.region().to_owned()),
+        ];
         let text_with = |template: &str, lease: &str| {
             let text = template
                 .replace("{columns}", columns)
@@ -60,16 +67,11 @@ impl PgSpringStatements {
                 .replace("{lease}", lease)
                 .replace("{ttl}", &ttl)
                 .replace("{end}", &end)
-                .replace("{lock}", lock)
-                .replace("{locks}", &tables.locks())
-                .replace("{meta}", &tables.meta())
                 .replace("{key}", "$1::text::char(36)")
                 .replace("{client}", "$2::text::char(36)")
                 .replace("{utc}", "timezone('UTC', clock_timestamp())")
-                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
-                // Last, because a region may contain braces.
-                .replace("{region}", table.region());
-            StatementText::numbered(&text)
+                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
+            StatementText::numbered(&with_names(&text, &names))
         };
         let text = |template: &str| text_with(template, "");
         let common = SpringStatements {
@@ -99,7 +101,8 @@ pub(in super::super) fn create_table(lock: &str, version: SpringVersion) -> Stat
 }
 
 /// Returns the query for schema and name of Spring's table, and for whether the table has the
-/// column `expired_after`. `name` was validated: letters, digits, underscores and a dot.
+/// column `expired_after`. `name` was validated: letters, digits, underscores, a dot, and double
+/// quotes around a schema.
 pub(super) fn find_table(name: &str) -> StatementText {
     StatementText::numbered(&format!(
         "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \

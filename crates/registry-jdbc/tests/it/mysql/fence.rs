@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use registry_core::{LockBackend, Registry, Renewal};
+use registry_core::{LockBackend, LockOptions, Registry, Renewal};
 use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
+use tokio::time::timeout;
 
-use super::common::{self, app_connection, backend, claim, config, lock, registry};
+use super::common::{self, TEST_TIMEOUT, app_connection, backend, claim, config, lock, registry};
 use super::servers::fence::*;
 
 #[tokio::test]
@@ -27,6 +28,26 @@ async fn a_renewal_does_not_wait_for_a_fence_and_returns_an_error() {
     transaction.commit().await.unwrap();
     assert!(matches!(backend.renew(&claims).await[0], Ok(Renewal::Renewed(_))));
     assert!(fenced.is_held() && other.is_held());
+}
+
+/// The row does not show whose transaction has locked it.
+#[tokio::test]
+async fn a_reader_is_released_after_the_fenced_transaction_of_another_reader() {
+    let server = start_server().await;
+    let registry = registry(config(&server)).await;
+    let other_registry = common::registry(config(&server)).await;
+    let (mut conn, mut other_conn) = (app_connection(&server).await, app_connection(&server).await);
+    let reader = registry.obtain("coupon/7").read_with(LockOptions::new()).await.unwrap();
+    let other = other_registry.obtain("coupon/7").read_with(LockOptions::new()).await.unwrap();
+    sell(&reader, &mut conn).await.unwrap();
+    let mut transaction = other_conn.begin().await.unwrap();
+    other.fence(&mut transaction).await.unwrap();
+
+    let error = reader.unlock().await.unwrap_err();
+    assert!(error.to_string().contains("or another holder of the key"), "{error:?}");
+    transaction.commit().await.unwrap();
+    timeout(TEST_TIMEOUT, registry.idle()).await.unwrap();
+    assert_eq!(registry.obtain("coupon/7").holders().await.unwrap().len(), 1);
 }
 
 #[tokio::test]

@@ -84,6 +84,7 @@ async fn a_read_only_server_grants_no_lock_in_and_stores_no_row() {
             timeout(TEST_TIMEOUT, registry.lock_in(&mut tx, key)).await.unwrap().unwrap_err();
         let LockInError::Backend { source, .. } = &error else { panic!("{error:?}") };
         assert!(source.is_retryable() && source.to_string().contains("no writes"), "{source}");
+        assert_eq!(source.address(), Some(&*server.addr().to_string()));
         tx.rollback().await.unwrap();
     }
     server.sql("SET GLOBAL read_only = 0").await.unwrap();

@@ -32,6 +32,17 @@ async fn a_column_that_is_too_small_for_records_is_refused() {
     backend(config(&server)).await;
 }
 
+/// A process that creates the tables may end before it inserts the meta row.
+#[tokio::test]
+async fn a_missing_meta_row_is_inserted_when_the_store_is_opened() {
+    let server = server().await;
+    backend(config(&server)).await.close().await;
+    server.sql("DELETE FROM lock_registry_meta").await.unwrap();
+    let error = expect_refusal(config(&server).with_create_schema(CreateSchema::Never)).await;
+    assert!(error.to_string().contains("the meta table has no row"), "{error}");
+    grant(&backend(config(&server)).await, &claim("k")).await;
+}
+
 #[tokio::test]
 async fn table_names_are_configurable() {
     let server = server().await;
@@ -52,8 +63,8 @@ async fn table_names_are_configurable() {
     .await;
     assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
     // A database may have any name.
-    server.sql("CREATE DATABASE `a``b c`").await.unwrap();
-    let strange = MySqlConfig::new("127.0.0.1", server.addr().port(), "a`b c");
+    server.sql("CREATE DATABASE `a``b {now}`").await.unwrap();
+    let strange = MySqlConfig::new("127.0.0.1", server.addr().port(), "a`b {now}");
     grant(&backend(strange.with_login("root", None)).await, &claim("k")).await;
 }
 

@@ -1,9 +1,9 @@
 //! Locks in Spring's table: their rows, and the effects of Spring's own operations on them.
 
 use registry_core::{Attempt, LockBackend};
-use registry_jdbc::SpringTable;
+use registry_jdbc::{SpringTable, SqlMode};
 
-use super::common::server;
+use super::common::{config, error_chain, server};
 use super::server::*;
 use super::servers::spring::*;
 
@@ -48,5 +48,24 @@ async fn a_grant_whose_connection_broke_is_complete_or_absent() {
     tokio::select! {
         () = client_calls => {}
         () = disconnects => {}
+    }
+}
+
+/// Spring's own table had this column type in 2017.
+#[tokio::test]
+async fn a_table_that_truncates_the_ends_of_leases_is_refused() {
+    let server = server().await;
+    for (table, name, column) in [
+        (SpringTable::v7(), "INT_LOCK", "EXPIRED_AFTER"),
+        (SpringTable::v6(TTL).with_prefix("OLD_"), "OLD_LOCK", "CREATED_DATE"),
+    ] {
+        backend(&server, table.clone()).await;
+        sql(&server, &format!("ALTER TABLE {name} MODIFY {column} DATETIME NOT NULL")).await;
+        let mode = SqlMode::Spring(table.clone());
+        let error = Backend::open_mode(config(&server), mode).await.unwrap_err();
+        let widen = format!("ALTER TABLE {name} MODIFY {column} DATETIME(6) NOT NULL");
+        assert!(error.to_string().contains(&widen), "{}", error_chain(&error));
+        sql(&server, &widen).await;
+        backend(&server, table).await;
     }
 }

@@ -39,10 +39,10 @@ async fn schema_and_table_names_are_configurable() {
 }
 
 #[tokio::test]
-async fn a_schema_of_the_search_path_may_contain_quotes_and_dollar_signs() {
+async fn a_schema_of_the_search_path_may_contain_quotes_braces_and_dollar_signs() {
     let server = server().await;
-    server.sql("CREATE SCHEMA \"o'b$1\"").await.unwrap();
-    server.sql("ALTER ROLE postgres SET search_path = \"o'b$1\"").await.unwrap();
+    server.sql("CREATE SCHEMA \"o'b$1{now}\"").await.unwrap();
+    server.sql("ALTER ROLE postgres SET search_path = \"o'b$1{now}\"").await.unwrap();
     let prepared = backend(config(&server)).await;
     let plain = backend(config(&server).with_statements(StatementMode::Unprepared)).await;
     grant(&prepared, &claim("a")).await;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Registry, Release, Renewal};
+use registry_jdbc::CreateSchema;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::within;
 use tokio::time::timeout;
@@ -178,7 +179,8 @@ async fn an_error_for_missing_tables_names_the_command_that_creates_them() {
     server.sql("DELETE FROM lock_registry_meta").await.unwrap();
     let error = backend.try_acquire(&held).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
-    let error = Backend::open(config(&server)).await.unwrap_err();
+    let config = config(&server).with_create_schema(CreateSchema::Never);
+    let error = Backend::open(config).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }
 

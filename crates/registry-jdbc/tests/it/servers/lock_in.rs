@@ -5,13 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_conformance::sweep::{SweepOutcome, sweep};
-use registry_core::{LockBackend, LockOptions, Registry, Renewal};
+use registry_core::{Claim, ClaimMode, LockAdmin, LockBackend, LockOptions, Registry, Renewal};
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection as _, Executor, Row};
 use registry_jdbc::{Fence, LockIn};
 use registry_testkit::eventually;
 use tokio::time::timeout;
 
-use super::common::{TEST_TIMEOUT, app_connection, backend, claim, config, lock, registry, server};
+use super::common::{
+    TEST_TIMEOUT, app_connection, backend, claim, config, error_chain, grant, key, lock, registry,
+    server,
+};
 use super::server::*;
 
 #[tokio::test]
@@ -190,6 +193,25 @@ async fn a_transaction_excludes_leases_until_it_ends() {
         assert!(guard.fencing_token() > held.fencing_token());
         guard.unlock().await.unwrap();
     }
+}
+
+#[tokio::test]
+async fn a_forced_release_reports_the_transaction_that_holds_a_key_with_an_expired_record() {
+    let server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<Backend>::clone(&backend)).build().unwrap();
+    let reader = Claim::new(key("orders/42"), Duration::from_millis(100));
+    let reader = reader.with_mode(ClaimMode::Shared);
+    grant(&backend, &reader).await;
+    eventually(TEST_TIMEOUT, async || backend.inspect(reader.key()).await.unwrap().is_empty())
+        .await;
+    let mut conn = app_connection(&server).await;
+    let mut tx = conn.begin().await.unwrap();
+    timeout(TEST_TIMEOUT, registry.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
+    let error = backend.force_release(reader.key()).await.unwrap_err();
+    assert!(error.to_string().contains("transaction holds the key"), "{}", error_chain(&error));
+    tx.commit().await.unwrap();
+    assert!(!registry.force_release("orders/42").await.unwrap());
 }
 
 #[tokio::test]

@@ -12,6 +12,7 @@ use registry_testkit::workload::{
 };
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{assert_acquire_error, eventually, within};
+use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -120,6 +121,42 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     let next = within(LONG, waiter_task).await.unwrap().unwrap();
     assert!(next.is_held());
     next.unlock().await.unwrap();
+}
+
+#[test]
+fn a_session_that_a_caller_in_another_runtime_opens_outlives_that_runtime() {
+    let (registry_runtime, other_runtime) = (Runtime::new().unwrap(), Runtime::new().unwrap());
+    let (_server, backend, client) = registry_runtime.block_on(async {
+        let server = ZooKeeperServer::start().await.unwrap();
+        let backend = backend(&server.url(), LONG_SESSION).await;
+        let client = registry_over(&backend);
+        server.end_session(backend.session_id().unwrap()).await.unwrap();
+        // The client detects the end. The next caller opens a new session.
+        eventually(LONG, async || backend.session_id().is_none()).await;
+        (server, backend, client)
+    });
+    let lock_and_unlock = async || {
+        within(LONG, client.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+    };
+    other_runtime.block_on(lock_and_unlock());
+    let session = backend.session_id();
+    assert!(session.is_some());
+    drop(other_runtime);
+    registry_runtime.block_on(lock_and_unlock());
+    assert_eq!(backend.session_id(), session);
+}
+
+#[test]
+fn a_session_whose_runtime_has_ended_is_replaced() {
+    let (registry_runtime, other_runtime) = (Runtime::new().unwrap(), Runtime::new().unwrap());
+    let server = registry_runtime.block_on(ZooKeeperServer::start()).unwrap();
+    // No registry exists yet, so the session belongs to this runtime.
+    let backend = other_runtime.block_on(backend(&server.url(), SESSION));
+    drop(other_runtime);
+    registry_runtime.block_on(async {
+        let client = registry_over(&backend);
+        within(LONG, client.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+    });
 }
 
 /// Suspends a process that holds a lock, for longer than its session. Other clients acquire the
