@@ -360,7 +360,7 @@ where
     }
     Err(match claim.mode() {
         ClaimMode::Exclusive => error::fenced_transaction_open(error::STORE),
-        _ => error::fenced_transaction_of_holder_open(error::STORE),
+        _ => error::fenced_transaction_of_holder_open(),
     })
 }
 

@@ -10,14 +10,22 @@ use sqlx::mysql::MySqlDatabaseError;
 
 use crate::server::error::{READ_ONLY, client_error};
 pub(super) use crate::server::error::{
-    fenced_transaction_of_holder_open, fenced_transaction_open, held_by_caller_transaction,
-    read_only, row_locked, still_connected, timed_out,
+    fenced_transaction_open, held_by_caller_transaction, read_only, row_locked, still_connected,
+    timed_out,
 };
 use crate::server::{ErrorEffect, PoolError, ServerErrors, error};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// The name of the store in errors.
 pub(super) const STORE: &str = "mysql";
+
+/// As [`fenced_transaction_open`], for a key that several claims hold.
+pub(super) fn fenced_transaction_of_holder_open() -> BackendError {
+    BackendError::transient(format!(
+        "{STORE}: a transaction that this lock, or another holder of the key, fences is still open, and this release follows its end; commit or roll back your own transaction first, then unlock"
+    ))
+    .as_blocked()
+}
 
 impl ServerErrors for MySql {
     const STORE: &'static str = STORE;

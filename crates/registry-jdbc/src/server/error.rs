@@ -199,14 +199,6 @@ pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     .as_blocked()
 }
 
-/// As [`fenced_transaction_open`], for a key that several claims hold.
-pub(crate) fn fenced_transaction_of_holder_open(store: &str) -> BackendError {
-    BackendError::transient(format!(
-        "{store}: a transaction that this lock, or another holder of the key, fences is still open, and this release follows its end; commit or roll back your own transaction first, then unlock"
-    ))
-    .as_blocked()
-}
-
 /// Returns the error of a request to a read-only server. The error is not marked as refused: the
 /// previous primary may have executed an earlier attempt.
 pub(crate) fn read_only(store: &str) -> BackendError {
