@@ -16,10 +16,18 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 
 /// Waits for `span` on tokio's clock. Several runtimes may poll the future, one after the other.
+/// For backends, in the futures that the engine polls.
 ///
-/// The background releaser may complete a future that began in another runtime. A timer panics
-/// after its runtime has shut down. The future therefore creates a new timer in each runtime.
-pub(crate) async fn sleep(span: Duration) {
+/// The background releaser may complete a future that began in another runtime. A timer of tokio
+/// panics after its runtime has shut down. The future therefore creates a new timer in each
+/// runtime.
+///
+/// # Cancel safety
+/// Dropping the future ends the wait.
+///
+/// # Panics
+/// Panics if it is polled outside of a tokio runtime that has time enabled.
+pub async fn sleep(span: Duration) {
     let mut timer = pin!(tokio::time::sleep(span));
     let mut runtime = Handle::current().id();
     poll_fn(|cx| {

@@ -88,7 +88,7 @@ pub use backend::{
     LockBackend, LockBatch, Queueing, Release, Renewal, Severity, WakeCheck,
 };
 pub use capabilities::{Capabilities, GuaranteeClass, Reach, RenewalPolicy};
-pub use clock::Moment;
+pub use clock::{Moment, sleep};
 pub use error::{
     BackendError, BackendErrorKind, ConfigError, InvalidOption, LockError, LostReason,
 };

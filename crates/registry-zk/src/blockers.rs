@@ -16,7 +16,7 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use registry_core::{
     BackendError, ClaimMode, Holder, Key, Moment, QueuePosition, QueuedEntry, granted_entries,
-    queue_position,
+    queue_position, sleep,
 };
 use zookeeper_client::Error;
 
@@ -27,7 +27,6 @@ use crate::nodes::{fencing_token, read_children, sort_contenders};
 use crate::queue::{ContenderQueue, parse_queued_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
 use crate::session::ZkSession;
-use crate::timer::sleep;
 
 const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
 

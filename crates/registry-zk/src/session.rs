@@ -20,7 +20,9 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
-use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Key, Moment};
+use registry_core::{
+    BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Key, Moment, sleep,
+};
 use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
@@ -34,7 +36,7 @@ use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
 use crate::session_validity::SessionValidity;
-use crate::timer::{sleep, timeout};
+use crate::timer::timeout;
 use crate::units::refuse_too_many_units;
 
 /// Starts tasks that release all abandoned claims of a session.

@@ -1,15 +1,9 @@
-//! Timers that several runtimes may poll, one after the other.
-//!
-//! The background releaser of a registry may complete a request that began in another runtime.
-//! Callers in several runtimes may also wait for the same confirmation. A timer of tokio panics
-//! after its runtime has shut down. These timers therefore create a new one in each runtime.
+//! A time limit for futures that several runtimes may poll, one after the other. Callers in several
+//! runtimes may wait for the same confirmation; see also [`registry_core::sleep`].
 
-use std::future::poll_fn;
-use std::mem;
-use std::pin::pin;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
+use registry_core::sleep;
 
 /// The error of a future that is not complete at its time limit.
 #[derive(Debug)]
@@ -25,21 +19,6 @@ pub(crate) async fn timeout<T>(
         output = future => Ok(output),
         () = sleep(limit) => Err(Elapsed),
     }
-}
-
-/// Waits for `span`.
-pub(crate) async fn sleep(span: Duration) {
-    let mut timer = pin!(tokio::time::sleep(span));
-    let mut runtime = Handle::current().id();
-    poll_fn(|context| {
-        let current = Handle::current().id();
-        if mem::replace(&mut runtime, current) != current {
-            let deadline = timer.deadline();
-            timer.set(tokio::time::sleep_until(deadline));
-        }
-        timer.as_mut().poll(context)
-    })
-    .await;
 }
 
 #[cfg(test)]
