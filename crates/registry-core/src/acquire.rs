@@ -276,7 +276,6 @@ async fn admit(
                 guard
             }
             Ok(Admission::Joined(guard)) => {
-                local_lock.record_hold(guard.hold());
                 let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
                 engine.emit(|| LockEvent::Joined { key, mode, token });
                 guard

@@ -249,10 +249,23 @@ enum ChannelState {
     Sent(Admission),
     /// The waiter did not receive its admission in time. A permit in it passed to the next waiter.
     Revoked,
+    /// The owner of the waiter has acquired the key in this mode, which excludes the requested one.
+    HeldByOwner(ClaimMode),
     /// The registry is closing.
     Closed,
     /// The waiter has received its admission, or is gone.
     Done,
+}
+
+/// The result of a wait, for the waiter of this channel.
+type WaitResult = (Arc<AdmissionChannel>, ChannelState);
+
+/// Sends these results. Must not be called while the wait queue is locked; see
+/// [`AdmissionChannel::send`].
+fn complete_all(results: Vec<WaitResult>) {
+    for (channel, result) in results {
+        channel.complete(result);
+    }
 }
 
 impl AdmissionChannel {
@@ -300,6 +313,7 @@ impl AdmissionChannel {
                 Poll::Pending
             }
             ChannelState::Revoked => Poll::Ready(Err(NotAdmitted::Revoked)),
+            ChannelState::HeldByOwner(held) => Poll::Ready(Err(NotAdmitted::HeldByOwner(*held))),
             ChannelState::Sent(_) => match std::mem::replace(&mut *state, ChannelState::Done) {
                 ChannelState::Sent(admission) => Poll::Ready(Ok(admission)),
                 _ => Poll::Ready(Err(NotAdmitted::Closed)),
@@ -400,9 +414,10 @@ impl LocalLock {
         self.epoch.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits for the local permit, a hand-over, or a shared grant to join. If `owner` already holds
-    /// the lock in a mode that includes the requested one, re-enters at once. Returns
-    /// [`NotAdmitted::HeldByOwner`] if the held mode excludes the requested one.
+    /// Waits for the local permit, a hand-over, or a shared grant to join. If `owner` holds the
+    /// lock, or acquires it during the wait, in a mode that includes the requested one, the caller
+    /// re-enters the lock. If that mode excludes the requested one, returns
+    /// [`NotAdmitted::HeldByOwner`].
     ///
     /// If the permit is taken, a caller that does not wait gets an extra permit outside of the
     /// queue, unless its mode is exclusive. The store may grant its claim even while another caller
@@ -425,6 +440,9 @@ impl LocalLock {
             }
             if !wait_queue.is_permit_taken {
                 if let Some(guard) = wait_queue.join(options, owner) {
+                    let results = wait_queue.begin_hold(guard.hold());
+                    drop(wait_queue);
+                    complete_all(results);
                     return Ok(Admission::Joined(guard));
                 }
                 wait_queue.is_permit_taken = true;
@@ -503,18 +521,17 @@ impl LocalLock {
         }
     }
 
-    /// Records `hold` for re-entry by its owner, and sends guards to the waiters of this owner.
-    /// Does nothing for a hold without an owner. Called while the first guard of `hold` exists.
+    /// Records `hold` for re-entry by its owner. Sends a guard to each waiter of this owner that may
+    /// re-enter `hold`, and an error to each that would wait for its own owner. Does nothing for a
+    /// hold without an owner. Called while the first guard of `hold` exists.
     pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
         }
         let mut wait_queue = self.wait_queue();
-        let reentries = wait_queue.begin_hold(hold);
+        let results = wait_queue.begin_hold(hold);
         drop(wait_queue);
-        for (channel, reentry) in reentries {
-            channel.send(reentry);
-        }
+        complete_all(results);
     }
 
     /// Hands the claim over to the first waiter if that waiter requested `options`. Returns whether
@@ -549,13 +566,13 @@ impl LocalLock {
         };
         let (ticket, waiter) = first.remove_entry();
         let channel = wait_queue.record_sent(ticket, waiter, &self.engine);
+        // The hold of the previous owner has ended.
+        wait_queue.exclusive_hold = Weak::new();
         // `begin_hold` runs under the queue lock, because another hold can begin after the unlock.
-        let reentries = wait_queue.begin_hold(guard.hold());
+        let results = wait_queue.begin_hold(guard.hold());
         drop(wait_queue);
         channel.send(Admission::HandedOver(guard));
-        for (channel, reentry) in reentries {
-            channel.send(reentry);
-        }
+        complete_all(results);
         true
     }
 
@@ -602,7 +619,7 @@ impl LocalLock {
         if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
             wait_queue.exclusive_hold = Weak::new();
         }
-        let joined = wait_queue.join_first_waiters(&self.engine);
+        let results = wait_queue.join_first_waiters(&self.engine);
         let next = if mutated(Mutant::WrongWaiterAdmitted) {
             wait_queue.waiters.pop_last()
         } else {
@@ -621,9 +638,7 @@ impl LocalLock {
             self.has_waiters.store(false, Ordering::Relaxed);
         }
         drop(wait_queue);
-        for (channel, guard) in joined {
-            channel.send(Admission::Joined(guard));
-        }
+        complete_all(results);
         if let Some(channel) = next {
             channel.send(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
         }
@@ -689,33 +704,32 @@ impl WaitQueue {
         guards.push(sent);
     }
 
-    /// Makes the readers at the front of the queue join the current shared grant. Returns their
-    /// channels with a guard for each.
-    fn join_first_waiters(&mut self, engine: &Engine) -> Vec<(Arc<AdmissionChannel>, LockGuard)> {
-        let mut joined = Vec::new();
+    /// Makes the readers at the front of the queue join the current shared grant, and begins their
+    /// holds.
+    fn join_first_waiters(&mut self, engine: &Engine) -> Vec<WaitResult> {
+        let mut results = Vec::new();
         while let Some((&ticket, waiter)) = self.waiters.first_key_value() {
             let options = waiter.options.as_ref().unwrap_or(&engine.default_options);
             let Some(guard) = self.join(options, waiter.owner.as_ref()) else { break };
             let Some(waiter) = self.remove(ticket) else { break };
             self.record_unreceived_guard(waiter.to_sent_admission(engine));
-            joined.push((waiter.channel, guard));
+            let reentries = self.begin_hold(guard.hold());
+            results.push((waiter.channel, ChannelState::Sent(Admission::Joined(guard))));
+            results.extend(reentries);
         }
-        joined
+        results
     }
 
-    /// Records `hold` for re-entry by its owner. The waiters of this owner that may re-enter `hold`
-    /// leave the queue. Returns their channels with a guard for each. A hold without an owner only
-    /// clears `exclusive_hold`.
-    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<AdmissionChannel>, Admission)> {
-        let mut reentries = Vec::new();
-        let Some(owner) = hold.owner() else {
-            self.exclusive_hold = Weak::new();
-            return reentries;
-        };
+    /// Records `hold` for re-entry by its owner. The waiters of this owner leave the queue if they
+    /// may re-enter `hold`, or if they would wait for their own owner. Returns a guard or an error
+    /// for each of these. Does nothing for a hold without an owner.
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<WaitResult> {
+        let mut results = Vec::new();
+        let Some(owner) = hold.owner() else { return results };
         // An expired hold is not recorded, because `exclusive_hold` may already refer to a later
         // hold.
         if hold.grant().valid_until() <= Moment::now_coarse() {
-            return reentries;
+            return results;
         }
         let held = hold.grant().claim().mode();
         if held == ClaimMode::Exclusive {
@@ -733,16 +747,20 @@ impl WaitQueue {
         let engine = hold.grant().local_lock().engine();
         for ticket in tickets {
             let options = self.waiters.get(&ticket).and_then(|waiter| waiter.options.as_ref());
-            if !is_reentrant(held, options.unwrap_or(&engine.default_options).mode) {
-                continue;
+            let wanted = options.unwrap_or(&engine.default_options).mode;
+            if is_reentrant(held, wanted) {
+                // If the hold has ended, the remaining waiters stay in the queue for a local
+                // permit.
+                let Some(guard) = hold.reenter() else { break };
+                let Some(waiter) = self.remove(ticket) else { break };
+                self.record_unreceived_guard(waiter.to_sent_admission(engine));
+                results.push((waiter.channel, ChannelState::Sent(Admission::Reentered(guard))));
+            } else if is_excluded_for_owner(held, wanted) && hold.is_held() {
+                let Some(waiter) = self.remove(ticket) else { break };
+                results.push((waiter.channel, ChannelState::HeldByOwner(held)));
             }
-            // If the hold has ended, the remaining waiters stay in the queue for a local permit.
-            let Some(guard) = hold.reenter() else { break };
-            let Some(waiter) = self.remove(ticket) else { break };
-            self.record_unreceived_guard(waiter.to_sent_admission(engine));
-            reentries.push((waiter.channel, Admission::Reentered(guard)));
         }
-        reentries
+        results
     }
 
     fn push(&mut self, ticket: u64, waiter: LocalWaiter) {
@@ -791,12 +809,20 @@ impl WaitQueue {
                 if let Some(guard) = hold.reenter() {
                     return Some(Ok(guard));
                 }
-            } else if !held.is_compatible(wanted) && hold.is_held() {
+            } else if is_excluded_for_owner(held, wanted) && hold.is_held() {
                 result = Some(Err(held));
             }
         }
         result
     }
+}
+
+/// Returns whether a call for `wanted` would wait for its own owner, which holds the key in the mode
+/// `held`. Calls of one owner may wait for each other's permits, because permits are not re-entrant.
+fn is_excluded_for_owner(held: ClaimMode, wanted: ClaimMode) -> bool {
+    use ClaimMode::Permits;
+    let are_permits = matches!((held, wanted), (Permits { .. }, Permits { .. }));
+    !held.is_compatible(wanted) && !are_permits
 }
 
 /// Returns whether an owner that holds a key in the mode `held` may re-enter it in the mode

@@ -172,6 +172,58 @@ async fn an_owner_re_enters_what_it_holds_and_cannot_wait_for_itself() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_queued_call_fails_when_its_owner_acquires_the_lock_in_a_mode_that_excludes_it() {
+    let (a, b) = two_processes();
+    let owner = Owner::new();
+    let options = || LockOptions::new().owner(&owner);
+    let lock = a.obtain("k");
+    // The owner's first call waits for the other process, or joins the grant of another reader that
+    // does. The second waits for the first.
+    for is_joined in [false, true] {
+        let other = b.obtain("k").lock().await.unwrap();
+        let other_reader = async {
+            let guard = if is_joined { Some(lock.read().await.unwrap()) } else { None };
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            drop(guard);
+        };
+        let release = async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            other.unlock().await.unwrap();
+        };
+        let (read, write) = (lock.read_with(options()), lock.lock_with(options()));
+        let write = tokio::time::timeout(Duration::from_secs(5), write);
+        let ((), reader, writer, ()) = tokio::join!(other_reader, read, write, release);
+        let reader = reader.unwrap();
+        let error = writer.expect("the call does not wait for its owner").unwrap_err();
+        assert!(matches!(error, LockError::HeldByOwner { held: ClaimMode::Shared, .. }), "{error}");
+        reader.unlock().await.unwrap();
+        drop(lock.lock_with(options()).await.unwrap());
+        a.idle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_of_one_owner_wait_for_each_others_permits() {
+    let (a, b) = two_processes();
+    let permits = a.semaphore("k", 1);
+    let other = b.semaphore("k", 1).acquire().await.unwrap();
+    let hold_permit = async |begin: u64| {
+        tokio::time::sleep(Duration::from_millis(begin)).await;
+        let permit = permits.acquire().await?;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        permit.unlock().await
+    };
+    let release = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        other.unlock().await
+    };
+    // The second waits when the first receives its permit, and the third arrives later.
+    let work = async { tokio::join!(hold_permit(0), hold_permit(50), hold_permit(500), release) };
+    let (first, second, third, released) = Owner::scope(work).await;
+    first.and(second).and(third).and(released).unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn many_keys_are_held_together_or_not_at_all() {
     let (a, b) = two_processes();
     let all = a.obtain_all(["c", "a", "b", "a"]);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use lock_registry::modes::ClaimMode;
-use lock_registry::{LockRegistryExt, LostReason, Registry, RegistryConfig};
+use lock_registry::{LockRegistryExt, LostReason, Registry};
 use registry_testkit::check::{check, check_modes};
 use registry_testkit::eventually;
 use registry_testkit::history::History;
@@ -21,12 +21,10 @@ use registry_testkit::holder::{
 };
 use tokio::time::Instant;
 
-use crate::stores::{Store, long_or, on_each_store};
+use crate::stores::{LONG, Store, config, long_or, on_each_store};
 
-/// Long enough for any machine; reached only by a test that fails.
-const LONG: Duration = secs(120);
 /// The lease of a process that is killed or paused.
-const LEASE: Duration = secs(3);
+const LEASE: Duration = secs(6);
 /// The lease of processes that compete.
 const COMPETITION_LEASE: Duration = secs(5);
 /// The lease of the other processes: it does not expire even on a loaded machine.
@@ -56,7 +54,7 @@ on_each_store! {
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     run_child_process(async |url| {
-        let config = RegistryConfig::from_url(&url).unwrap().observer(Arc::new(BusyPrinter));
+        let config = config(&url).observer(Arc::new(BusyPrinter));
         serve(Arc::new(config.connect().await.unwrap())).await;
     });
 }
@@ -107,7 +105,7 @@ impl Processes {
         let mut victim = spawn_process(store, LEASE).await;
         let mut first = spawn_process(store, LONG_LEASE).await;
         let mut second = spawn_process(store, LONG_LEASE).await;
-        let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
+        let registry = store.connect(LONG_LEASE).await;
         for (key, mode) in [
             (WAITING_READER, ClaimMode::Exclusive),
             (WAITING_WRITER, ClaimMode::Shared),
@@ -142,12 +140,28 @@ impl Processes {
         // The waiting writer and the waiting upgrade block new readers.
         for key in [WAITING_WRITER, WAITING_UPGRADE] {
             let lock = registry.obtain(key);
-            eventually(LONG, async || lock.try_read().await.unwrap().is_none()).await;
+            let is_busy = |attempt: Result<Option<_>, _>| attempt.is_ok_and(|it| it.is_none());
+            eventually(LONG, async || is_busy(lock.try_read().await)).await;
         }
         assert!(registry.obtain(READER).try_lock().await.unwrap().is_none());
         assert!(registry.obtain(WRITER).try_read().await.unwrap().is_none());
         assert!(registry.semaphore(PERMITS, UNITS).try_acquire().await.unwrap().is_none());
         Self { victim, waits, upgrade, first, second, second_in_queue, registry }
+    }
+
+    /// Pauses the victim while it is not writing. A process that is paused during a write to a
+    /// SQLite file keeps the file's write lock, which blocks all other writers.
+    async fn pause_victim(&self) {
+        let spare = self.registry.obtain("spare");
+        eventually(LONG, async || {
+            self.victim.process().pause().await.unwrap();
+            let can_write = spare.try_lock().await.is_ok();
+            if !can_write {
+                self.victim.process().resume().unwrap();
+            }
+            can_write
+        })
+        .await;
     }
 
     /// Acquires in the other processes what the victim held and waited for.
@@ -228,7 +242,7 @@ async fn a_killed_process_leaves_no_lock_and_no_queue_entry(store: Store) {
 
 async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
     let mut processes = Processes::start(&store).await;
-    processes.victim.process().pause().await.unwrap();
+    processes.pause_victim().await;
     processes.replace_victim().await;
     processes.victim.process().resume().unwrap();
     let Processes { mut victim, waits, upgrade, first, second, registry, .. } = processes;
@@ -248,7 +262,7 @@ async fn a_paused_process_loses_its_locks_and_waits_on(store: Store) {
 }
 
 async fn conversions_keep_the_time_of_the_grant(store: Store) {
-    let registry = lock_registry::connect(&store.url(LONG_LEASE)).await.unwrap();
+    let registry = store.connect(LONG_LEASE).await;
     let lock = registry.obtain("prices");
     let held_for = async || match lock.holders().await.unwrap().as_slice() {
         [holder] => holder.held_for,
@@ -275,10 +289,21 @@ async fn conversions_keep_the_time_of_the_grant(store: Store) {
 
 /// Eight readers in each of four processes, and a writer in two of them.
 async fn no_reader_and_no_writer_starves(store: Store) {
+    let mut processes = spawn_processes(&store, 4).await;
+    // On a loaded machine, one process may hardly run, so two unfair runs are accepted.
+    let mut unfair = Vec::new();
+    while let Err(share) = run_competition(&store, &mut processes).await {
+        unfair.push(share);
+        assert!(unfair.len() < 3, "{unfair:#?}");
+    }
+}
+
+/// Lets the processes compete for one lock. The error is the summary of the readers, or of the
+/// writers, if one of them waited too long or had too few grants.
+async fn run_competition(store: &Store, processes: &mut [LockHolder]) -> Result<(), ShareSummary> {
     let span = long_or(secs(60), secs(3));
     const READERS: u32 = 8;
-    let mut processes = spawn_processes(&store, 4).await;
-    let shares = compete(&mut processes, |process| {
+    let shares = compete(processes, |process| {
         let competition = |first_client, tasks, mode| Competition {
             first_client: process * CLIENTS + first_client,
             tasks,
@@ -303,11 +328,14 @@ async fn no_reader_and_no_writer_starves(store: Store) {
     assert_eq!((writers.clients, readers.clients), (2, 4 * READERS as usize));
     let bound = shares.longest_section * 3 + COMPETITION_LEASE;
     for share in [writers, readers] {
-        assert!(share.longest_wait <= bound, "beyond {bound:?}: {share:?}");
         // Each client has at least an eighth of the average, even if the run is shorter than a
         // lease.
-        assert!(share.fewest_grants * 8 * share.clients >= share.grants, "{share:?}");
+        let is_fair = share.fewest_grants * 8 * share.clients >= share.grants;
+        if share.longest_wait > bound || !is_fair {
+            return Err(share);
+        }
     }
+    Ok(())
 }
 
 /// Eight processes repeatedly lock three of six keys.

@@ -6,12 +6,22 @@ use std::time::Duration;
 use std::{env, io};
 
 use async_trait::async_trait;
+use lock_registry::{Registry, RegistryConfig};
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{ManagedServer, ServerDescription};
+
+/// Long enough for any machine; reached only by a test that fails.
+pub(crate) const LONG: Duration = Duration::from_secs(120);
+
+/// Returns the configuration for a URL. `connect` retries for up to [`LONG`], because one attempt
+/// may time out on a loaded machine.
+pub(crate) fn config(url: &str) -> RegistryConfig {
+    RegistryConfig::from_url(url).unwrap().connect_within(LONG)
+}
 
 /// A store that other processes reach by its URL.
 pub(crate) struct Store {
@@ -88,6 +98,11 @@ impl Store {
 
     pub(crate) fn url(&self, lease: Duration) -> String {
         format!("{}?{}={}s", self.url, self.lease_option, lease.as_secs())
+    }
+
+    /// Opens a registry in the process of the test.
+    pub(crate) async fn connect(&self, lease: Duration) -> Registry {
+        config(&self.url(lease)).connect().await.unwrap()
     }
 
     pub(crate) async fn restart(&mut self) {

@@ -153,10 +153,10 @@ async fn the_acl_rules_of_the_book_permit_every_operation() {
     assert!(other.force_release("key").await.unwrap());
     drop(guard);
     // The lock is held for longer than its lease, so the registry must renew it.
-    let short = connect(&format!("redis://worker:canary@{}?lease=300ms", server.addr())).await;
+    let short = connect(&format!("redis://worker:canary@{}?lease=2s", server.addr())).await;
     let short = short.unwrap();
     let guard = short.obtain("renewed").try_lock().await.unwrap().unwrap();
-    tokio::time::sleep(Duration::from_millis(700)).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
     // The client library sends its name with `CLIENT SETINFO` and tolerates a refusal.

@@ -86,16 +86,8 @@ fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss_and_the_next_hold
 #[test]
 fn breaking_a_lock_ends_the_command_of_its_holder() {
     let store = TestStore::new();
-    let mut holder = store.start([
-        "run",
-        "--lease",
-        "500ms",
-        "job",
-        "--",
-        "sh",
-        "-c",
-        "echo $$; exec sleep 1000",
-    ]);
+    let mut holder =
+        store.start(["run", "--lease", "3s", "job", "--", "sh", "-c", "echo $$; exec sleep 1000"]);
     let pid = holder.next_line();
     assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
     assert_eq!(holder.wait(), 76);

@@ -400,14 +400,15 @@ mod tests {
     async fn a_low_priority_call_waits_for_normal_calls() {
         let (executor, worker) = executor();
         let low = |n| executor.call(Priority::Low, async move |mut recorded| recorded.push(n));
-        // The first call ends when all other calls are queued.
+        // The first call ends when all other calls are queued. Until then, the executor's task waits
+        // with the second call, so it has taken no call of low priority.
         let (release, released) = oneshot::channel::<()>();
         let first = executor.call(Priority::Normal, async move |mut recorded| {
             released.await.unwrap();
             recorded.push(1);
         });
         let (second, third) = (record(&executor, &worker, 2), record(&executor, &worker, 3));
-        let _ = tokio::join!(first, low(4), low(5), second, third, async {
+        let _ = tokio::join!(first, second, low(4), low(5), third, async {
             release.send(()).unwrap();
         });
         assert_eq!(recorded(&executor).await, [1, 2, 3, 4, 5]);

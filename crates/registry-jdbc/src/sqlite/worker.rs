@@ -89,7 +89,7 @@ mod tests {
     use std::task::{Context, Poll, Waker};
     use std::time::{Duration, Instant};
 
-    use registry_core::{Attempt, LockAdmin, LockBackend, Registry};
+    use registry_core::{Attempt, LockAdmin, LockBackend, LockOptions, Registry};
     use sqlx::{ConnectOptions, Executor};
     use tokio::runtime::{Builder, Runtime};
     use tokio::task::JoinSet;
@@ -116,8 +116,13 @@ mod tests {
         const CALLERS: u32 = 10_000;
         const SEQUENTIAL: u32 = 1_000;
         let folder = TestFolder::new();
-        let registry = registry(folder.open_backend().await);
-        let unrelated = registry.obtain("unrelated").lock().await.unwrap();
+        // On a loaded machine, 10,000 queued statements take longer than the default timeouts.
+        let config = folder.config().with_busy_timeout(TIMEOUT);
+        let backend = Arc::new(SqliteBackend::open(config).await.unwrap());
+        let registry = Registry::builder(backend).timeout(TIMEOUT * 2).lease(TIMEOUT * 8);
+        let registry = registry.build().unwrap();
+        let options = LockOptions::new().lease(LEASE).wait(TIMEOUT);
+        let unrelated = registry.obtain("unrelated").lock_with(options).await.unwrap();
 
         let started = Instant::now();
         for n in 0..SEQUENTIAL {

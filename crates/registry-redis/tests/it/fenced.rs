@@ -124,7 +124,7 @@ async fn a_write_after_the_lease_is_refused() {
     };
     let (registry_a, registry_b) = (open().await, open().await);
     let writes = writes(&server).await;
-    let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
+    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
     let slow = registry_a.obtain("k").lock_with(options).await.unwrap();
     slow.lost().await;
     let next = registry_b.obtain("k").lock().await.unwrap();

@@ -15,7 +15,7 @@ use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
 use crate::ports::Port;
 use crate::{programs, run_command};
 
-/// The maximum time for a reply to the `srvr` query.
+/// The maximum time for a reply to the `srvr` query of [`ZooKeeperServer::mode`].
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// A Java program that edits the data of a server that is down. It restores the data as a starting
@@ -144,7 +144,11 @@ impl ZooKeeperServer {
     /// Returns the server's mode, such as `standalone`, `leader` or `follower`. Returns `None`
     /// while the server does not serve.
     pub async fn mode(&self) -> io::Result<Option<String>> {
-        let answer = timeout(ANSWER_LIMIT, self.send_command("srvr")).await??;
+        timeout(ANSWER_LIMIT, self.mode_without_timeout()).await?
+    }
+
+    async fn mode_without_timeout(&self) -> io::Result<Option<String>> {
+        let answer = self.send_command("srvr").await?;
         Ok(answer.lines().find_map(|line| line.strip_prefix("Mode: ")).map(ToOwned::to_owned))
     }
 
@@ -185,7 +189,9 @@ impl ZooKeeperServer {
     /// 500 attempts.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
         let is_own_client = self.clients().await?.iter().any(|client| client.session == session);
-        if is_own_client && self.mode().await?.is_some_and(|mode| mode != "standalone") {
+        if is_own_client
+            && self.mode_without_timeout().await?.is_some_and(|mode| mode != "standalone")
+        {
             let why = format!(
                 "session {session:#x} belongs to this member; end it through another member"
             );

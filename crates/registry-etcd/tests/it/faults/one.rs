@@ -103,8 +103,10 @@ pub(crate) async fn lock_keys(server: &EtcdServer) -> Vec<String> {
 #[tokio::test]
 async fn a_waiter_is_granted_only_after_the_previous_holder_is_notified_of_its_loss() {
     let (server, config) = server().await;
+    // `registry` derives the response timeout from the lease. The grants of the second client are
+    // delayed, because the previous holder lost the lock.
     let (first_client, second_client) =
-        (registry(&config, LEASE).await, registry(&config, LEASE).await);
+        (registry(&config, LEASE).await, registry(&config, LONG_LEASE).await);
     let (lock, next) = (first_client.obtain("key"), second_client.obtain("key"));
     for round in 0..6 {
         let guard = lock.lock().await.unwrap();
@@ -141,7 +143,7 @@ async fn a_grant_after_an_unreachable_holder_is_delayed() {
     let (server, config) = server().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let (first_client, second_client) =
-        (registry(&config_of(proxy.addr()), LEASE).await, registry(&config, LEASE).await);
+        (registry(&config_of(proxy.addr()), LONG_LEASE).await, registry(&config, LONG_LEASE).await);
     let guard = first_client.obtain("key").lock().await.unwrap();
     proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
     let lease = first_lease(&server, "key").await.unwrap();

@@ -83,7 +83,8 @@ impl Workload {
         server: &EtcdServer,
         other_events: Vec<HistoryEvent>,
     ) -> WorkloadOutcome {
-        let verifier = registry(&self.config, self.lease).await;
+        // A long lease gives the verifier a long response timeout, for a loaded machine.
+        let verifier = registry(&self.config, self.lease.max(LONG_LEASE)).await;
         let outcome = self.workload.end(verifier, self.lease + secs(15), other_events).await;
         eventually(self.lease + secs(20), async || check_no_keys_remain(server).await).await;
         outcome

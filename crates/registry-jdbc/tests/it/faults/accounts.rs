@@ -222,7 +222,8 @@ async fn balance(server: &Server) -> i64 {
 async fn assert_fence_loses_no_update(kind: ServerKind, rounds: usize) {
     let server = start_server(kind).await;
     let mut stopped = 0;
-    // On a busy machine, it takes more rounds until a pause suspends a holder that has read.
+    // On a loaded machine, more rounds may pass until a holder is suspended after it has read the
+    // balance.
     for number in 1..=rounds * 5 {
         if number > rounds && stopped > 0 {
             break;
@@ -247,13 +248,16 @@ async fn with_the_fence_no_update_is_lost_in_many_rounds(kind: ServerKind) {
 
 async fn without_the_fence_updates_are_lost(kind: ServerKind) {
     let server = start_server(kind).await;
-    let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
+    // On a loaded machine, more rounds may pass until a holder is suspended after it has read the
+    // balance.
+    for _ in 0..ROUNDS * 5 {
         let round = run_round(&server, false).await;
         println!("{kind:?}: {round:?}, {} lost", round.committed - round.balance);
-        rounds.push(round);
+        if round.balance < round.committed {
+            return;
+        }
     }
-    assert!(rounds.iter().any(|round| round.balance < round.committed), "{rounds:?}");
+    panic!("no round without the fence lost an update");
 }
 
 on_both_servers! {

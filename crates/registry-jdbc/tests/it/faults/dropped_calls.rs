@@ -14,7 +14,10 @@ use registry_jdbc::sqlx::postgres::PgPoolOptions;
 use registry_jdbc::sqlx::{self, Connection as _};
 use tokio::time::timeout;
 
-use super::server::{OpenOptions, Server, ServerKind, backend, backend_with};
+use super::server::{
+    LockMode, OpenOptions, Server, ServerKind, TEST_TIMEOUT, backend_with,
+    backend_with_long_timeouts,
+};
 
 const LEASE: Duration = Duration::from_secs(60);
 const CALL_TIMEOUT: Duration = Duration::from_millis(300);
@@ -36,7 +39,7 @@ async fn poll_at_most<F: Future>(future: F, times: usize) -> Option<F::Output> {
 async fn assert_committed_grant(server: &Server, first_backend: &dyn LockBackend) {
     let claim = Claim::new(Key::new("after").unwrap(), LEASE);
     assert!(matches!(first_backend.try_acquire(&claim).await.unwrap(), Attempt::Granted(_)));
-    let second_backend = backend(&server.url()).await;
+    let second_backend = backend_with_long_timeouts(&server.url(), LockMode::Lease).await;
     let other = Claim::new(claim.key().clone(), LEASE);
     assert!(matches!(second_backend.try_acquire(&other).await.unwrap(), Attempt::Busy(_)));
     assert_eq!(first_backend.release(&claim).await.unwrap(), Release::Freed);
@@ -46,7 +49,8 @@ async fn assert_committed_grant(server: &Server, first_backend: &dyn LockBackend
 /// Drops the calls after every possible number of polls.
 async fn a_call_that_is_dropped_at_any_poll_leaves_no_open_transaction(kind: ServerKind) {
     let server = kind.start().await;
-    let options = OpenOptions { connections: 1, ..OpenOptions::default() };
+    let options =
+        OpenOptions { connections: 1, response_timeout: TEST_TIMEOUT, ..OpenOptions::default() };
     let first_backend = backend_with(&server.url(), options).await;
     for times in 0.. {
         let claim = Claim::new(Key::new("dropped").unwrap(), LEASE);

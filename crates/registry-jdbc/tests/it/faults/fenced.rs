@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{LockGuard, LockOptions, LostReason, Registry};
+use registry_core::{LockError, LockGuard, LockOptions, LostReason, Registry};
 use registry_testkit::within;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -69,7 +69,7 @@ async fn a_fenced_transaction_outlasts_the_max_hold_of_its_lock(kind: ServerKind
     for mode in MODES {
         let sale = FencedSale::open(kind, mode).await;
         let mut app_connection = AppConnection::connect(&sale.server).await;
-        let guard = sale.lock(LockOptions::new().max_hold(WAIT)).await;
+        let guard = sale.lock(LockOptions::new().max_hold(WAIT * 2)).await;
         let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         transaction.run("INSERT INTO sale VALUES (1)").await;
@@ -100,7 +100,16 @@ async fn a_fenced_transaction_and_a_min_hold_are_both_waited_for(kind: ServerKin
             transaction.run("INSERT INTO sale VALUES (1)").await;
             // `unlock` must not wait for the transaction: its caller may be the one that commits
             // later.
-            timeout(TEST_TIMEOUT / 3, guard.unlock()).await.expect("at once").unwrap();
+            match timeout(TEST_TIMEOUT / 3, guard.unlock()).await.expect("unlock waits for nothing")
+            {
+                Ok(()) => {}
+                // On a loaded machine, the `min_hold` may be over before `unlock`. MariaDB then
+                // refuses to release a fenced lease.
+                Err(LockError::Backend { source, .. }) if !commits_first => {
+                    assert!(source.refused() && source.is_retryable(), "{mode:?}: {source:?}");
+                }
+                Err(error) => panic!("{mode:?}: {error:?}"),
+            }
             let mut next = sale.spawn_next_holder().await;
             if !commits_first {
                 let early = timeout(WAIT, &mut next).await;

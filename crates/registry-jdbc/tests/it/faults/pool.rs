@@ -9,16 +9,19 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::server::{
-    OpenOptions, RESPONSE_TIMEOUT, ServerKind, TEST_TIMEOUT, backend, backend_with, registry,
+    LockMode, OpenOptions, RESPONSE_TIMEOUT, ServerKind, TEST_TIMEOUT, backend_with,
+    backend_with_long_timeouts, registry,
 };
-use super::workload::LEASE;
+
+/// Long enough that renewals are in time on a loaded machine.
+const LEASE: Duration = Duration::from_secs(6);
 
 const CONNECTIONS: u32 = 2;
 const WAITERS: usize = 50;
 
 async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: ServerKind) {
     let server = kind.start().await;
-    let watcher = backend(&server.url()).await;
+    let watcher = backend_with_long_timeouts(&server.url(), LockMode::Lease).await;
     let second_registry = registry(&server.url(), Duration::from_secs(600)).await;
     let options = OpenOptions { connections: CONNECTIONS, ..OpenOptions::default() };
     let first_registry = Registry::builder(backend_with(&server.url(), options).await).lease(LEASE);
@@ -35,8 +38,8 @@ async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: Ser
         let lock = first_registry.obtain(&key);
         waiting.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    // For three leases, each lock is renewed in turn.
-    let until = Instant::now() + LEASE * 3;
+    // For one and a half leases, waits for a renewal of one lock after the other.
+    let until = Instant::now() + LEASE * 3 / 2;
     for guard in renewed_guards.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
         let lease_end = async || {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use registry_testkit::holder::{LockHolder, run_child_process, serve};
 
 use super::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_with_mode};
-use super::workload::{KEYS, Workload};
+use super::workload::{KEYS, LONG_LEASE as WORKLOAD_LEASE, Workload};
 
 /// So long that no client of the test waits until its end.
 const LEASE: Duration = Duration::from_secs(60);
@@ -35,7 +35,7 @@ async fn client(url: &str, mode: LockMode) -> LockHolder {
 /// workload does not use.
 async fn killing_a_client_frees_its_locks(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
-    let workload = Workload::begin_with_mode(&server, mode).await;
+    let workload = Workload::begin_with_lease(&server, WORKLOAD_LEASE, mode).await;
     let first_registry = registry_with_mode(&server.url(), LEASE, mode).await;
     let (mut deaths, mut events) = (Vec::new(), Vec::new());
     for _ in 0..2 {

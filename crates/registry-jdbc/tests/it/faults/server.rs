@@ -265,7 +265,8 @@ pub(crate) async fn backend_with_long_timeouts(url: &str, mode: LockMode) -> Arc
         };
         return backend_with(url, options).await;
     }
-    open_session_or_row(url, mode, TEST_TIMEOUT * 2, TEST_TIMEOUT).await.unwrap()
+    let open = async || open_session_or_row(url, mode, TEST_TIMEOUT * 2, TEST_TIMEOUT).await;
+    eventually(TEST_TIMEOUT, open).await
 }
 
 /// Opens a Spring table with timeouts that only a failing test reaches.
@@ -274,11 +275,16 @@ pub(crate) async fn spring_backend_with_long_timeouts(url: &str) -> Arc<dyn Lock
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap();
         let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
-        return Arc::new(PostgresBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap());
+        let open = async || {
+            PostgresBackend::open_mode(config.clone(), SqlMode::Spring(table.clone())).await
+        };
+        return Arc::new(eventually(TEST_TIMEOUT, open).await);
     }
     let config = MySqlConfig::from_url(url).unwrap();
     let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
-    Arc::new(MySqlBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap())
+    let open =
+        async || MySqlBackend::open_mode(config.clone(), SqlMode::Spring(table.clone())).await;
+    Arc::new(eventually(TEST_TIMEOUT, open).await)
 }
 
 /// Opens the store for session locks or row locks, once.

@@ -12,6 +12,8 @@ use super::server::{HAND_OVERS_MAX, LockMode, Server, TEST_TIMEOUT, registry_wit
 
 /// A short lease, so that tests in which a lease expires are fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
+/// Survives every short fault, even on a loaded machine.
+pub(crate) const LONG_LEASE: Duration = Duration::from_secs(20);
 /// The default number of clients.
 const CLIENTS: usize = 3;
 /// The keys that all clients compete for.
@@ -33,7 +35,12 @@ impl Workload {
 
     /// As [`begin`](Self::begin), for locks of this mode.
     pub(crate) async fn begin_with_mode(server: &Server, mode: LockMode) -> Self {
-        Self::begin_clients(&vec![server.url(); CLIENTS], LEASE, mode).await
+        Self::begin_with_lease(server, LEASE, mode).await
+    }
+
+    /// As [`begin_with_mode`](Self::begin_with_mode), with this lease.
+    pub(crate) async fn begin_with_lease(server: &Server, lease: Duration, mode: LockMode) -> Self {
+        Self::begin_clients(&vec![server.url(); CLIENTS], lease, mode).await
     }
 
     /// As [`begin`](Self::begin), with one URL for each client.

@@ -132,7 +132,9 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     let server = server().await;
     for mode in MODES {
         let (a, b) = (open(&server, &mode).await, open(&server, &mode).await);
-        let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+        // The first lock of `b` opens a connection, which would take time from the lease below.
+        lock(&registry_over(&b), "another").await.unlock().await.unwrap();
+        let short = Claim::new(key("orders/42"), Duration::from_secs(2));
         assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
         assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
         let next = registry_over(&b).obtain("orders/42");

@@ -227,7 +227,8 @@ async fn a_holder_that_knows_of_its_loss_is_refused_without_io() {
     let shop = SqliteShop::new().await;
     let registry = shop.registry().await;
     let options = LockOptions::new().lease(Duration::from_millis(100)).auto_renew(false);
-    let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap();
+    let lock = registry.obtain("coupon/7");
+    let guard = lock.lock_with(options.wait(TIMEOUT)).await.unwrap();
     timeout(TIMEOUT, guard.lost()).await.unwrap();
     // A database without tables: a query to it would return another error.
     let other_folder = tempfile::tempdir().unwrap();

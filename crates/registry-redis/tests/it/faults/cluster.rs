@@ -4,13 +4,13 @@
 use std::time::Duration;
 
 use registry_core::{LostReason, Registry};
-use registry_redis::{RedisBackend, RedisConfig};
+use registry_redis::RedisConfig;
 use registry_testkit::redis::{RedisCluster, RedisOptions, RedisServer};
 use registry_testkit::workload::WorkloadOptions;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
-use super::workload::{LEASE, LONG, LONG_LEASE, Workload, millis, registry, secs};
+use super::workload::{LEASE, LONG, LONG_LEASE, Workload, backend, millis, registry, secs};
 
 /// Returns the slot of a lock, which depends on its name.
 fn slot_of(key: &str) -> u16 {
@@ -156,8 +156,7 @@ async fn held_locks_are_verified_after_another_command_has_found_that_their_slot
 
 /// Returns a registry whose waiters poll too rarely to notice a release.
 async fn open_without_polling(cluster: &RedisCluster) -> Registry {
-    let backend = RedisBackend::open(config(cluster)).await.unwrap();
-    let builder = Registry::builder(std::sync::Arc::new(backend));
+    let builder = Registry::builder(std::sync::Arc::new(backend(&config(cluster)).await));
     builder.lease(secs(300)).poll(secs(3_600)).build().unwrap()
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{ClaimMode, LockGuard};
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
+use registry_testkit::eventually;
 use registry_testkit::holder::{
     FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
     write_refused_by_server,
@@ -42,7 +43,9 @@ fn a_holder_process() {
     run_child_process(async |url| {
         let config = RedisConfig::from_url(&url).unwrap();
         let registry = registry(&config, LEASE).await;
-        let writer = Arc::new(StockKey(FencedWrites::open(config).await.unwrap()));
+        let writer = Arc::new(StockKey(
+            eventually(LONG, async || FencedWrites::open(config.clone()).await).await,
+        ));
         serve_with_writer(Arc::new(registry), writer).await;
     });
 }

@@ -94,6 +94,10 @@ async fn an_old_master_that_resumes_after_a_failover_is_not_used() {
     outcome.assert_guarantees_except_in(&[window]);
 }
 
+/// This lease is longer than a failover whose first election fails. Sentinels retry after twice the
+/// `failover-timeout`, which is 20 s here.
+const FAILOVER_LEASE: Duration = Duration::from_secs(120);
+
 /// A sequence that certainly loses a lock. The documented cost is exclusion until the next renewal,
 /// and nothing else.
 #[tokio::test]
@@ -101,7 +105,7 @@ async fn a_grant_without_a_replica_is_lost_by_a_crash_and_the_holder_is_notified
  {
     let (mut setup, config) = setup().await;
     let (registry_a, registry_b) =
-        (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
+        (registry(&config, FAILOVER_LEASE).await, registry(&config, FAILOVER_LEASE).await);
     // Each registry opens its connection, and the master caches the scripts.
     for registry in [&registry_a, &registry_b] {
         registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
@@ -129,7 +133,7 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
     let (mut setup, config) = setup().await;
     let safe = config.clone().with_replicas(1).with_replica_timeout(Duration::from_millis(200));
     let (registry_a, registry_b) =
-        (registry(&safe, secs(30)).await, registry(&config, secs(30)).await);
+        (registry(&safe, FAILOVER_LEASE).await, registry(&config, FAILOVER_LEASE).await);
     let before = registry_a.obtain("before").lock().await.unwrap();
     let old = setup.master().await.unwrap();
     setup.isolate_replicas().await.unwrap();
@@ -138,7 +142,10 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
     assert_eq!((source.kind(), source.refused()), (BackendErrorKind::Transient, true), "{error:?}");
     println!("{source}");
-    assert!(before.extend(secs(30)).await.is_err(), "a renewal that may be lost does not count");
+    assert!(
+        before.extend(FAILOVER_LEASE).await.is_err(),
+        "a renewal that may be lost does not count"
+    );
     registry_a.idle().await;
     assert!(
         setup.server(old).send_command("EXISTS lock-registry:{k}").await.unwrap().contains(":0"),
@@ -149,7 +156,7 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
     let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     next.unlock().await.unwrap();
     // The locks that the replica had received still exist.
-    eventually(LONG, async || before.extend(secs(30)).await.is_ok()).await;
+    eventually(LONG, async || before.extend(FAILOVER_LEASE).await.is_ok()).await;
     assert!(registry_b.obtain("before").try_lock().await.unwrap().is_none());
     before.unlock().await.unwrap();
 }

@@ -173,14 +173,17 @@ async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_nex
     workload.wait_until_long_held().await;
     clock.jump_wall(-61).unwrap();
     workload.wait_for_progress().await;
-    // Every holder renews during this time.
+    // Every holder should renew during this time.
     sleep(LEASE * 3 / 2).await;
     workload.wait_until_long_held().await;
-    assert_eq!(workload.losses().len(), 0);
+    // On a loaded machine, a renewal may be too late, and the lock expires.
+    let losses = workload.losses();
+    assert!(losses.iter().all(|loss| loss.reason == LostReason::Expired), "{losses:?}");
+    let losses_before = workload.long_held_losses();
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
     let window = workload.window(begin, LEASE);
-    workload.wait_for_long_held_losses(3).await;
+    workload.wait_for_long_held_losses(losses_before + 3).await;
     workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
     outcome.assert_guarantees_except_in(&[window]);

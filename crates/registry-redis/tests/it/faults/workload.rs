@@ -34,10 +34,16 @@ pub(crate) fn millis(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
+/// Opens a store with its own connections, like another process. Retries, because one attempt may
+/// time out on a loaded machine.
+pub(crate) async fn backend(config: &RedisConfig) -> RedisBackend {
+    eventually(LONG, async || RedisBackend::open(config.clone()).await).await
+}
+
 /// Returns a registry with its own connections, like another process.
 pub(crate) async fn registry(config: &RedisConfig, lease: Duration) -> Registry {
-    let backend = eventually(LONG, async || RedisBackend::open(config.clone()).await).await;
-    let builder = Registry::builder(Arc::new(backend)).lease(lease).handoff(HAND_OVERS);
+    let builder =
+        Registry::builder(Arc::new(backend(config).await)).lease(lease).handoff(HAND_OVERS);
     let timeout = (lease / 4).clamp(RESPONSE_TIMEOUT, RESPONSE_TIMEOUT_MAX);
     builder.timeout(timeout).build().unwrap()
 }

@@ -20,7 +20,7 @@ const STEADY: &str = "steady/0";
 /// this holder.
 const IDLE: &str = "quiet";
 /// So long that clients of the other members lose no session during the election.
-const OTHERS_SESSION: Duration = LONG_SESSION.saturating_mul(2);
+const OTHERS_SESSION: Duration = LONG_SESSION.saturating_mul(6);
 /// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";
 
@@ -71,13 +71,13 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     let (other_client, partitioned_operator) =
         (registry(&others, OTHERS_SESSION).await, operator(partitioned).await);
     let recording_client = RecordingClient::new(workload.recorder(), 7_000);
+    workload.wait_for_progress().await;
+    workload.wait_until_long_held().await;
     let idle_client = registry(&partitioned.url(), SESSION).await;
     let held = RecordingClient::new(workload.recorder(), 7_001);
     let held =
         held.lock_with(&idle_client.obtain(IDLE), LockOptions::new()).await.unwrap().unwrap();
     let holder_task = tokio::spawn(record_until_lost(held));
-    workload.wait_for_progress().await;
-    workload.wait_until_long_held().await;
 
     let cut_at = workload.now();
     ensemble.isolate(PARTITIONED).await.unwrap();

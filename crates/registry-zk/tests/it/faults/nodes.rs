@@ -157,7 +157,7 @@ async fn a_waiter_ignores_a_holder_that_only_its_own_server_has() {
     member.add_ephemeral_node(&format!("{lock_path}/{deleted_node}"), 4711).await.unwrap();
     member.restart().await.unwrap();
 
-    let other_client = registry(&ensemble.members()[other].url(), SESSION).await;
+    let other_client = registry(&ensemble.members()[other].url(), LONG_SESSION).await;
     let client = registry(&ensemble.members()[outdated].url(), SESSION).await;
     // The other members show the lock as free. A client of the outdated member must still wait for
     // the actual holder.

@@ -89,7 +89,7 @@ async fn an_unresponsive_connection_is_replaced_before_a_lease_of_five_seconds_e
 }
 
 /// Refuses all connections for `outage`, with a session of 30 s and leases of 15 s, and asserts
-/// that the client reconnects within 3 s.
+/// that the client reconnects within 6 s.
 async fn assert_fast_reconnect_after(outage: Duration, server_count: usize) {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxies: Vec<_> =
@@ -122,7 +122,7 @@ async fn assert_fast_reconnect_after(outage: Duration, server_count: usize) {
     let other = LockOptions::new().wait(LONG);
     let other = client.obtain("another").lock_with(other).await.unwrap();
     println!("{server_count} servers, {outage:?}: connected after {:?}", begin.elapsed());
-    assert!(begin.elapsed() < secs(3), "connected after {:?}", begin.elapsed());
+    assert!(begin.elapsed() < secs(6), "connected after {:?}", begin.elapsed());
     other.unlock().await.unwrap();
     assert_all_stay_held(&guards, secs(15)).await;
     assert_eq!(backend.session_id(), session);

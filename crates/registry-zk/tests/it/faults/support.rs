@@ -64,7 +64,8 @@ pub(crate) async fn start_workload_at(urls: &[String], session: Duration) -> Wor
 
 /// Ends a workload after all faults have ended.
 pub(crate) async fn finish(workload: Workload, url: &str) -> WorkloadOutcome {
-    let new_client = registry(url, SESSION).await;
+    // A long session gives the client a long request timeout, for a loaded machine.
+    let new_client = registry(url, MINUTE_SESSION).await;
     // Nodes of abandoned sessions exist until those sessions end.
     workload.end(new_client, MINUTE_SESSION + Duration::from_secs(20), Vec::new()).await
 }
