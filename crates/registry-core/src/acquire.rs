@@ -265,11 +265,7 @@ async fn admit(
                 | Admission::HandedOver(guard)
                 | Admission::Joined(guard),
             ) if !guard.is_held() => continue,
-            Ok(Admission::Reentered(guard)) => {
-                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
-                engine.emit(|| LockEvent::Reentered { key, mode, token });
-                guard
-            }
+            Ok(Admission::Reentered(guard)) => finish_reentry(local_lock, Ok(guard))?,
             Ok(Admission::HandedOver(guard)) => {
                 let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
                 engine.emit(|| LockEvent::HandedOver { key, mode, token });
@@ -280,9 +276,7 @@ async fn admit(
                 engine.emit(|| LockEvent::Joined { key, mode, token });
                 guard
             }
-            Err(NotAdmitted::HeldByOwner(held)) => {
-                return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
-            }
+            Err(NotAdmitted::HeldByOwner(held)) => finish_reentry(local_lock, Err(held))?,
             Err(NotAdmitted::TimedOut(None)) => return Ok(None),
             // The last request of the caller with the local permit failed, so it is unknown whether
             // the lock is held.
@@ -294,6 +288,19 @@ async fn admit(
         };
         return Ok(Some(PermitOrGuard::Guard(guard)));
     }
+}
+
+/// Emits [`LockEvent::Reentered`] for a guard, or returns the error for a held mode that excludes
+/// the requested one.
+fn finish_reentry(
+    local_lock: &LocalLock,
+    reentry: Result<LockGuard, ClaimMode>,
+) -> Result<LockGuard, LockError> {
+    let key = local_lock.key().as_str();
+    let guard = reentry.map_err(|held| LockError::HeldByOwner { key: key.to_owned(), held })?;
+    let (mode, token) = (guard.mode(), guard.fencing_token());
+    local_lock.engine().emit(|| LockEvent::Reentered { key, mode, token });
+    Ok(guard)
 }
 
 /// The outcome for one key of an attempt for several keys.
@@ -514,6 +521,14 @@ impl Acquisition<'_> {
                 }
                 AttemptOutcome::Completed(_, Ok(Attempt::Busy(busy))) => {
                     self.local_lock.record_response();
+                    // Another call of this owner may have converted its lock or joined a grant
+                    // since this call was admitted.
+                    if let Some(owner) = &owner
+                        && let Some(reentry) =
+                            self.local_lock.reenter(owner, self.claim_options.mode)
+                    {
+                        return Ok(Some(finish_reentry(self.local_lock, reentry)?));
+                    }
                     self.check_units_in_store(&busy)?;
                     failures = RetryState::default();
                     if let Some(contention) = pending.contention() {

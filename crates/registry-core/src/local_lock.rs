@@ -488,6 +488,17 @@ impl LocalLock {
         admission
     }
 
+    /// Returns another guard for `owner` if this owner holds the key in a mode that includes
+    /// `wanted`. Returns the held mode as the error if that mode excludes `wanted`. Otherwise
+    /// returns `None`.
+    pub(crate) fn reenter(
+        &self,
+        owner: &Owner,
+        wanted: ClaimMode,
+    ) -> Option<Result<LockGuard, ClaimMode>> {
+        self.wait_queue().reenter(owner, wanted)
+    }
+
     /// Registers this local lock with the stall detector, so that a waiter that is not polled for
     /// `unpolled_max` is detected in time.
     fn register_with_stall_detector(
@@ -521,9 +532,9 @@ impl LocalLock {
         }
     }
 
-    /// Records `hold` for re-entry by its owner. Sends a guard to each waiter of this owner that may
-    /// re-enter `hold`, and an error to each that would wait for its own owner. Does nothing for a
-    /// hold without an owner. Called while the first guard of `hold` exists.
+    /// Records `hold` for re-entry by its owner. Sends a guard to each waiter of this owner that
+    /// may re-enter `hold`, and an error to each that would wait for its own owner. Does nothing
+    /// for a hold without an owner. Called while the first guard of `hold` exists.
     pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
@@ -795,9 +806,7 @@ impl WaitQueue {
         waiter.channel
     }
 
-    /// Returns another guard for `owner` if this owner holds the key in a mode that includes
-    /// `wanted`. Returns the held mode as the error if that mode excludes `wanted`. Returns `None`
-    /// if the owner must queue.
+    /// See [`LocalLock::reenter`].
     fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
         let mut result = None;
         for hold in std::iter::once(&self.exclusive_hold).chain(&self.concurrent_holds) {
@@ -817,8 +826,9 @@ impl WaitQueue {
     }
 }
 
-/// Returns whether a call for `wanted` would wait for its own owner, which holds the key in the mode
-/// `held`. Calls of one owner may wait for each other's permits, because permits are not re-entrant.
+/// Returns whether a call for `wanted` would wait for its own owner, which holds the key in the
+/// mode `held`. Calls of one owner may wait for each other's permits, because permits are not
+/// re-entrant.
 fn is_excluded_for_owner(held: ClaimMode, wanted: ClaimMode) -> bool {
     use ClaimMode::Permits;
     let are_permits = matches!((held, wanted), (Permits { .. }, Permits { .. }));

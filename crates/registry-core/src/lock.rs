@@ -58,9 +58,9 @@ impl DistributedLock {
     /// # Errors
     /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise when all
     /// attempts have failed for the length of a lease. [`LockError::HeldByOwner`] if the
-    /// [owner](crate::Owner) of the caller holds the lock, or acquires it during the wait, in a mode
-    /// that excludes this one. [`LockError::InvalidKey`] before any I/O. [`LockError::Closed`] if
-    /// the registry is closed.
+    /// [owner](crate::Owner) of the caller holds the lock, or acquires it during the wait, in a
+    /// mode that excludes this one. [`LockError::InvalidKey`] before any I/O.
+    /// [`LockError::Closed`] if the registry is closed.
     ///
     /// # Cancel safety
     /// Dropping the future removes the caller from the local queue. A claim that was already sent

@@ -203,6 +203,32 @@ async fn a_queued_call_fails_when_its_owner_acquires_the_lock_in_a_mode_that_exc
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_call_during_an_upgrade_of_its_owner_enters_the_upgraded_lock() {
+    let (a, b) = two_processes();
+    let owner = Owner::new();
+    let options = || LockOptions::new().owner(&owner);
+    let lock = a.obtain("k");
+    let reader = b.obtain("k").read().await.unwrap();
+    let upgradable = lock.upgradable_with(options()).await.unwrap();
+    let call = async {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        tokio::time::timeout(Duration::from_secs(60), lock.lock_with(options())).await
+    };
+    let release = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        reader.unlock().await.unwrap();
+    };
+    let (upgraded, call, ()) = tokio::join!(upgradable.upgrade(), call, release);
+    let (upgraded, entered) = (upgraded.unwrap(), call.expect("no wait for its owner").unwrap());
+    assert_eq!(entered.fencing_token(), upgraded.fencing_token());
+    upgraded.unlock().await.unwrap();
+    assert!(entered.is_held());
+    entered.unlock().await.unwrap();
+    a.idle().await;
+    assert!(b.obtain("k").try_lock().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
 async fn callers_of_one_owner_wait_for_each_others_permits() {
     let (a, b) = two_processes();
     let permits = a.semaphore("k", 1);

@@ -11,12 +11,15 @@ use futures_util::future::join_all;
 use registry_core::{LockOptions, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
+use registry_testkit::eventually;
 use tokio::time::sleep;
 
 async fn registry(server: &EtcdServer) -> Registry {
     let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
-    let backend = EtcdBackend::open(config).await.unwrap();
-    Registry::builder(Arc::new(backend)).build().unwrap()
+    let open = async || EtcdBackend::open(config.clone()).await;
+    let backend = eventually(Duration::from_secs(60), open).await;
+    // Calls may take long on a loaded machine. All leases of these tests are longer.
+    Registry::builder(Arc::new(backend)).timeout(Duration::from_secs(8)).build().unwrap()
 }
 
 /// Returns the number of calls of this method, including streams.
@@ -78,7 +81,7 @@ async fn waiters_send_only_keep_alives() {
         let watches = server.metric("etcd_debugging_mvcc_watcher_total", "").await.unwrap();
         if watches >= 400 { Ok(()) } else { Err(format!("{watches} watches")) }
     };
-    registry_testkit::eventually(Duration::from_secs(60), watches).await;
+    eventually(Duration::from_secs(60), watches).await;
     // The first poll after the watch is confirmed reads the whole queue.
     sleep(Duration::from_secs(3)).await;
     let messages = async || server.metric("grpc_server_msg_received_total", "").await.unwrap();
@@ -116,7 +119,7 @@ async fn a_release_wakes_only_the_next_waiter() {
             let count = names.lines().filter(|line| !line.is_empty()).count();
             if count == n + 2 { Ok(()) } else { Err(format!("{count} entries")) }
         };
-        registry_testkit::eventually(Duration::from_secs(60), queued).await;
+        eventually(Duration::from_secs(60), queued).await;
     }
     let before = calls(&server, "Txn").await;
     for next in waiting {

@@ -400,8 +400,8 @@ mod tests {
     async fn a_low_priority_call_waits_for_normal_calls() {
         let (executor, worker) = executor();
         let low = |n| executor.call(Priority::Low, async move |mut recorded| recorded.push(n));
-        // The first call ends when all other calls are queued. Until then, the executor's task waits
-        // with the second call, so it has taken no call of low priority.
+        // The first call ends when all other calls are queued. Until then, the executor's task
+        // waits with the second call, so it has taken no call of low priority.
         let (release, released) = oneshot::channel::<()>();
         let first = executor.call(Priority::Normal, async move |mut recorded| {
             released.await.unwrap();
