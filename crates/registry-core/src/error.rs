@@ -93,7 +93,8 @@ pub enum LockError {
         expected: &'static str,
     },
     /// The owner holds the key in a mode that excludes the requested one, so the acquisition would
-    /// wait for itself. Nothing was sent to the store.
+    /// wait for itself. Nothing was acquired. If the owner acquired the key during the wait,
+    /// requests may have been sent before. Their claim is released in the background.
     #[non_exhaustive]
     HeldByOwner {
         /// The key.
