@@ -22,7 +22,8 @@ impl LockGuard {
     ///
     /// # Errors
     /// [`LockError::InvalidConversion`] if the lock is not
-    /// [upgradable](crate::DistributedLock::upgradable), or if it has other guards.
+    /// [upgradable](crate::DistributedLock::upgradable), if it has other guards, or if its
+    /// [owner](crate::Owner) also holds a shared lock of the key, or acquires one during the wait.
     /// [`LockError::Unsupported`] if the store has no upgradable locks. [`LockError::Lost`] if the
     /// lock was lost. [`LockError::Backend`] for a store error that a retry cannot resolve. Other
     /// store errors are retried while the lock is held. [`LockError::Closed`] if the registry is
@@ -164,6 +165,19 @@ impl Conversion {
         loop {
             if let Some(reason) = grant.loss() {
                 return Err(lost_error(&key, reason));
+            }
+            // Checked before each attempt: the owner may acquire a shared lock while the upgrade
+            // waits. Downgrades do not wait.
+            if self.to == ClaimMode::Exclusive
+                && grant.local_lock().upgrade_would_wait_for_own_owner(self.hold())
+            {
+                return Err(LockError::InvalidConversion {
+                    key: key.as_str().to_owned(),
+                    from: grant.claim().mode(),
+                    to: self.to,
+                    problem: "this owner also holds a shared lock of the key and would wait for \
+                              itself; release the shared lock first",
+                });
             }
             let sent_at = Moment::now();
             let epoch_at_send = grant.local_lock().invalidation_epoch();

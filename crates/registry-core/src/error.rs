@@ -72,7 +72,8 @@ pub enum LockError {
         /// The units with which the held permits were acquired.
         held: u32,
     },
-    /// The mode of a held lock cannot change in this way. Nothing was sent to the store.
+    /// The mode of a held lock cannot change in this way. Nothing was sent to the store, unless the
+    /// owner acquired a shared lock while an upgrade waited.
     #[non_exhaustive]
     InvalidConversion {
         /// The key.
@@ -157,7 +158,7 @@ impl fmt::Display for LockError {
             }
             Self::HeldByOwner { key, held } => write!(
                 f,
-                "acquire on {key:?} failed: this owner already holds the lock ({held}) and would wait for itself; release that guard first, or acquire the lock as upgradable and upgrade it"
+                "acquire on {key:?} failed: this owner already holds the lock ({held}) and would wait for itself; release that guard first, or acquire the lock as upgradable from the start"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(

@@ -729,6 +729,13 @@ impl Hold {
         self.guards.load(Ordering::Acquire) > 0 && Moment::now() < self.grant.valid_until()
     }
 
+    /// Returns whether the only guard is being converted, or just being dropped.
+    pub(crate) fn is_being_converted(&self) -> bool {
+        self.guards.load(Ordering::Acquire) == 0
+            && self.end_state.load(Ordering::Acquire) == HoldState::Held.code()
+            && Moment::now() < self.grant.valid_until()
+    }
+
     /// Returns another guard, unless the last one is gone or the lock is lost.
     pub(crate) fn reenter(self: &Arc<Self>) -> Option<LockGuard> {
         if self.grant.valid_until() <= Moment::now() {

@@ -499,6 +499,16 @@ impl LocalLock {
         self.wait_queue().reenter(owner, wanted)
     }
 
+    /// Returns whether the owner of `hold` also has another hold. An upgrade of `hold` would then
+    /// wait for its own owner.
+    pub(crate) fn upgrade_would_wait_for_own_owner(&self, hold: &Hold) -> bool {
+        hold.owner().is_some_and(|owner| {
+            let wait_queue = self.wait_queue();
+            let mut holds = wait_queue.holds_of(owner);
+            holds.any(|other| !std::ptr::eq(&*other, hold) && other.is_held())
+        })
+    }
+
     /// Registers this local lock with the stall detector, so that a waiter that is not polled for
     /// `unpolled_max` is detected in time.
     fn register_with_stall_detector(
@@ -696,9 +706,10 @@ impl WaitQueue {
     }
 
     /// Returns a further hold of the current shared grant, if `options` are the same and the grant
-    /// may be joined.
+    /// may be joined. A lock that `owner` is upgrading would wait for the further hold.
     fn join(&self, options: &ClaimOptions, owner: Option<&Owner>) -> Option<LockGuard> {
-        if options.mode != ClaimMode::Shared {
+        let mut holds = owner.into_iter().flat_map(|owner| self.holds_of(owner));
+        if options.mode != ClaimMode::Shared || holds.any(|hold| hold.is_being_converted()) {
             return None;
         }
         self.joinable_grant.upgrade()?.join(options, owner.cloned())
@@ -806,13 +817,16 @@ impl WaitQueue {
         waiter.channel
     }
 
+    /// Returns the recorded holds of `owner`. Some may have ended.
+    fn holds_of(&self, owner: &Owner) -> impl Iterator<Item = Arc<Hold>> {
+        let holds = std::iter::once(&self.exclusive_hold).chain(&self.concurrent_holds);
+        holds.filter_map(Weak::upgrade).filter(move |hold| hold.owner() == Some(owner))
+    }
+
     /// See [`LocalLock::reenter`].
     fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
         let mut result = None;
-        for hold in std::iter::once(&self.exclusive_hold).chain(&self.concurrent_holds) {
-            let Some(hold) = hold.upgrade().filter(|hold| hold.owner() == Some(owner)) else {
-                continue;
-            };
+        for hold in self.holds_of(owner) {
             let held = hold.grant().claim().mode();
             if is_reentrant(held, wanted) {
                 if let Some(guard) = hold.reenter() {

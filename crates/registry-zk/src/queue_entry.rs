@@ -2,6 +2,7 @@
 //! sends the requests.
 
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -293,10 +294,11 @@ impl NodeWatch {
         let stopped = client.wait_until_stopped();
         let changed = async move {
             tokio::select! {
-                // `stopped` is polled first, because the watcher of a stopped client panics.
+                // `stopped` is polled first, because the watcher of a stopped client panics. If the
+                // client stops between the two polls, the panic is caught and counts as a change.
                 biased;
                 () = stopped => {}
-                _ = watcher.changed() => {}
+                _ = AssertUnwindSafe(watcher.changed()).catch_unwind() => {}
             }
             drop(reservation);
         };

@@ -14,6 +14,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -26,6 +27,7 @@ use registry_core::{
 use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
+use tokio::task::coop::unconstrained;
 use tokio::time::{MissedTickBehavior, interval};
 use zookeeper_client::{Error, SessionState, StateWatcher};
 
@@ -744,12 +746,15 @@ impl ZkSession {
 
     /// Waits for the response to one request. Returns `None` if the client is stopped first.
     pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
-        let stopped = self.client().wait_until_stopped();
-        tokio::select! {
+        let mut stopped = pin!(self.client().wait_until_stopped());
+        let response = tokio::select! {
             biased;
-            () = stopped => None,
-            response = request => Some(response),
-        }
+            () = &mut stopped => return None,
+            response = request => response,
+        };
+        // If the client stops between the two polls, the response is an unexpected error.
+        let is_stopped = unconstrained(stopped).now_or_never().is_some();
+        (!is_stopped).then_some(response)
     }
 
     /// Returns a future that confirms with the servers that the session exists. Concurrent callers

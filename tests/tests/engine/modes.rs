@@ -229,6 +229,62 @@ async fn a_call_during_an_upgrade_of_its_owner_enters_the_upgraded_lock() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_upgrade_fails_while_its_owner_also_holds_a_shared_lock() {
+    let (a, b) = two_processes();
+    let owner = Owner::new();
+    let options = || LockOptions::new().owner(&owner);
+    let lock = a.obtain("k");
+    let reader = lock.read_with(options()).await.unwrap();
+    let upgradable = lock.upgradable_with(options()).await.unwrap();
+    let upgrade = tokio::time::timeout(Duration::from_secs(60), upgradable.upgrade());
+    let error = upgrade.await.expect("the upgrade does not wait for its owner").unwrap_err();
+    assert!(
+        matches!(error, LockError::InvalidConversion { from: ClaimMode::Upgradable, .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("this owner also holds a shared lock"), "{error}");
+    a.idle().await;
+    assert!(
+        b.obtain("k").try_upgradable_with(LockOptions::new()).await.unwrap().is_some(),
+        "the failed upgrade holds"
+    );
+    b.idle().await;
+    // A shared lock of another owner only delays the upgrade.
+    let upgradable = lock.upgradable_with(LockOptions::new().owner(&Owner::new())).await.unwrap();
+    let release = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        reader.unlock().await.unwrap();
+    };
+    let upgrade = tokio::time::timeout(Duration::from_secs(60), upgradable.upgrade());
+    let (upgraded, ()) = tokio::join!(upgrade, release);
+    assert_eq!(upgraded.unwrap().unwrap().mode(), ClaimMode::Exclusive);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_does_not_join_a_shared_grant_while_its_owner_upgrades() {
+    let (a, _) = two_processes();
+    let owner = Owner::new();
+    let options = || LockOptions::new().owner(&owner);
+    let lock = a.obtain("k");
+    let upgradable = lock.upgradable_with(options()).await.unwrap();
+    let other_reader = lock.read().await.unwrap();
+    let read = async {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        lock.read_with(options()).await
+    };
+    let release = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        other_reader.unlock().await.unwrap();
+    };
+    let all = async { tokio::join!(upgradable.upgrade(), read, release) };
+    let all = tokio::time::timeout(Duration::from_secs(60), all).await;
+    let (upgraded, entered, ()) = all.expect("no call waits for its owner");
+    let (upgraded, entered) = (upgraded.unwrap(), entered.unwrap());
+    assert_eq!(entered.fencing_token(), upgraded.fencing_token());
+    assert_eq!(entered.mode(), ClaimMode::Exclusive);
+}
+
+#[tokio::test(start_paused = true)]
 async fn callers_of_one_owner_wait_for_each_others_permits() {
     let (a, b) = two_processes();
     let permits = a.semaphore("k", 1);

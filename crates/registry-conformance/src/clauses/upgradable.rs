@@ -690,9 +690,9 @@ pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
     unlock(lock.lock_with(with_owner()).await.expect("the lock is free")).await;
 }
 
-/// An invalid conversion returns `LockError::InvalidConversion` without an attempt, and drops its
-/// guard. A shared lock can be neither upgraded nor downgraded, and a lock with other guards cannot
-/// be converted.
+/// These invalid conversions return `LockError::InvalidConversion` without an attempt, and drop
+/// their guard: a shared lock can be neither upgraded nor downgraded, and a lock with other guards
+/// cannot be converted.
 pub async fn an_invalid_conversion_is_refused_before_any_request(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
