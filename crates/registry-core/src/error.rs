@@ -73,7 +73,7 @@ pub enum LockError {
         held: u32,
     },
     /// The mode of a held lock cannot change in this way. Nothing was sent to the store, unless the
-    /// owner acquired a shared lock while an upgrade waited.
+    /// owner acquired a shared lock during an upgrade.
     #[non_exhaustive]
     InvalidConversion {
         /// The key.

@@ -729,9 +729,10 @@ impl Hold {
         self.guards.load(Ordering::Acquire) > 0 && Moment::now() < self.grant.valid_until()
     }
 
-    /// Returns whether the only guard is being converted, or just being dropped.
-    pub(crate) fn is_being_converted(&self) -> bool {
-        self.guards.load(Ordering::Acquire) == 0
+    /// Returns whether the hold is upgradable, and its only guard is being converted or dropped.
+    pub(crate) fn may_be_upgrading(&self) -> bool {
+        self.grant.claim().mode() == ClaimMode::Upgradable
+            && self.guards.load(Ordering::Acquire) == 0
             && self.end_state.load(Ordering::Acquire) == HoldState::Held.code()
             && Moment::now() < self.grant.valid_until()
     }

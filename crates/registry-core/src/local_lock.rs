@@ -706,10 +706,11 @@ impl WaitQueue {
     }
 
     /// Returns a further hold of the current shared grant, if `options` are the same and the grant
-    /// may be joined. A lock that `owner` is upgrading would wait for the further hold.
+    /// may be joined. Returns `None` while `owner` upgrades its lock, because the upgrade would
+    /// wait for the new hold.
     fn join(&self, options: &ClaimOptions, owner: Option<&Owner>) -> Option<LockGuard> {
         let mut holds = owner.into_iter().flat_map(|owner| self.holds_of(owner));
-        if options.mode != ClaimMode::Shared || holds.any(|hold| hold.is_being_converted()) {
+        if options.mode != ClaimMode::Shared || holds.any(|hold| hold.may_be_upgrading()) {
             return None;
         }
         self.joinable_grant.upgrade()?.join(options, owner.cloned())

@@ -226,7 +226,6 @@ async fn request_upgrade(
             let Some(czxid) = czxid else { return Ok(None) };
             state.is_conversion_unresolved = false;
             state.upgrade = Some(UpgradeRequest { path, czxid, reader: None });
-            let listed = listed?;
             let names = listed.map(|listed| Some(listed.names));
             names.map_err(|error| to_backend_error(&error).as_unknown())
         }

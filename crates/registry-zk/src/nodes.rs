@@ -31,7 +31,7 @@ pub(crate) struct CreatedNode {
     /// The transaction that created the node. `None` if the node was already deleted.
     pub(crate) czxid: Option<i64>,
     /// The children of the parent after the creation.
-    pub(crate) listed: Result<Result<ListedChildren, Error>, BackendError>,
+    pub(crate) listed: Result<ListedChildren, Error>,
 }
 
 /// Creates an ephemeral sequential node in `dir`, whose name is `prefix` and a number. Also lists
@@ -50,9 +50,12 @@ pub(crate) async fn create_sequential(
     let listed = client.get_children(dir);
     // Responses arrive in the order of the requests. Awaiting the second response first wakes this
     // task only once.
-    let listed = session.with_request_timeout(listed).await;
-    let (stat, number) = match session.with_request_timeout(created).await? {
-        Ok(created) => created,
+    let responses = session.with_request_timeout(async {
+        let listed = listed.await;
+        Ok((created.await?, listed))
+    });
+    let ((stat, number), listed) = match responses.await? {
+        Ok(responses) => responses,
         Err(error) => return Ok(Err(error)),
     };
     let path = format!("{path}{number}");
@@ -65,7 +68,7 @@ pub(crate) async fn create_sequential(
     };
     session.record_majority_response(sent_at);
     session.record_server_time(stat.ctime);
-    let listed = listed.map(|listed| listed.map(ListedChildren::from));
+    let listed = listed.map(ListedChildren::from);
     Ok(Ok(CreatedNode { path, czxid, listed }))
 }
 

@@ -301,10 +301,7 @@ async fn create_node(
         grant: NodeGrant { mode: claim.mode(), token: czxid },
         version: 0,
     });
-    match listed? {
-        Ok(listed) => Ok(Some(listed)),
-        Err(error) => Err(to_backend_error(&error).as_unknown()),
-    }
+    listed.map(Some).map_err(|error| to_backend_error(&error).as_unknown())
 }
 
 /// Determines whether a request whose response was lost created a node for `claim`.

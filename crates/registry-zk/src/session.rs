@@ -732,7 +732,7 @@ impl ZkSession {
             .unwrap_or_else(|_| Err(not_connected()))
     }
 
-    /// Waits for the response to one request, for at most the request time-out.
+    /// Waits for the response to requests of the current client, for at most the request time-out.
     pub(crate) async fn with_request_timeout<T>(
         &self,
         request: impl Future<Output = Result<T, Error>>,
@@ -744,7 +744,8 @@ impl ZkSession {
         Ok(response.unwrap_or(Err(Error::ConnectionLoss)))
     }
 
-    /// Waits for the response to one request. Returns `None` if the client is stopped first.
+    /// Waits for the response to requests of the current client. Returns `None` if the client has
+    /// stopped by then; the outcome of the requests is then unknown.
     pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
         let mut stopped = pin!(self.client().wait_until_stopped());
         let response = tokio::select! {
@@ -752,7 +753,8 @@ impl ZkSession {
             () = &mut stopped => return None,
             response = request => response,
         };
-        // If the client stops between the two polls, the response is an unexpected error.
+        // If the client stops between the two polls, the library may return an unexpected error
+        // instead of a response, so `response` is discarded.
         let is_stopped = unconstrained(stopped).now_or_never().is_some();
         (!is_stopped).then_some(response)
     }
