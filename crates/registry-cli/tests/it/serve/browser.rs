@@ -21,21 +21,31 @@ struct Browser {
     session: String,
 }
 
+/// Starts chromedriver and returns its port. Returns `None` if chromedriver has ended: it listens
+/// on one port of IPv4 and IPv6, chooses a free one of IPv4, and ends if it is in use on IPv6.
+fn start_driver() -> Option<(Child, u16)> {
+    let mut driver = Command::new("chromedriver")
+        .arg("--port=0")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("chromedriver is installed, Debian package chromium-driver");
+    let mut lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let port = lines.find_map(|line| {
+        let (_, rest) = line.split_once("successfully on port ")?;
+        rest.trim_end_matches('.').parse().ok()
+    });
+    if port.is_none() {
+        _ = driver.kill();
+        driver.wait().unwrap();
+    }
+    Some((driver, port?))
+}
+
 impl Browser {
     fn open(url: &str) -> Self {
-        let mut driver = Command::new("chromedriver")
-            .arg("--port=0")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("chromedriver is installed, Debian package chromium-driver");
-        let lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
-        let port = lines
-            .filter_map(|line| {
-                line.split_once("successfully on port ").map(|(_, rest)| rest.to_owned())
-            })
-            .find_map(|rest| rest.trim_end_matches('.').parse::<u16>().ok())
-            .expect("chromedriver prints its port");
+        let (driver, port) =
+            (0..10).find_map(|_| start_driver()).expect("chromedriver prints its port");
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .timeout_global(Some(TEST_TIMEOUT))
