@@ -9,14 +9,21 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Capabilities, Claim, ClaimMode, FencingToken, Key, LockBackend,
-    LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Queueing, Registry,
-    Release, Renewal,
+    LockError, LockGuard, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Queueing,
+    Registry, Release, Renewal,
 };
 
 fn two_processes() -> (Registry, Registry) {
     let store = MemoryBackend::new();
     let registry = || Registry::builder(Arc::new(store.clone())).build().unwrap();
     (registry(), registry())
+}
+
+/// Releases the lock when the other calls of the test have begun to wait. Paused time advances only
+/// once all of them wait.
+async fn unlock_later(guard: LockGuard) {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    guard.unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -186,10 +193,7 @@ async fn a_queued_call_fails_when_its_owner_acquires_the_lock_in_a_mode_that_exc
             tokio::time::sleep(Duration::from_secs(1)).await;
             drop(guard);
         };
-        let release = async {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-            other.unlock().await.unwrap();
-        };
+        let release = unlock_later(other);
         let (read, write) = (lock.read_with(options()), lock.lock_with(options()));
         let write = tokio::time::timeout(Duration::from_secs(5), write);
         let ((), reader, writer, ()) = tokio::join!(other_reader, read, write, release);
@@ -214,10 +218,7 @@ async fn a_call_during_an_upgrade_of_its_owner_enters_the_upgraded_lock() {
         tokio::time::sleep(Duration::from_millis(10)).await;
         tokio::time::timeout(Duration::from_secs(60), lock.lock_with(options())).await
     };
-    let release = async {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        reader.unlock().await.unwrap();
-    };
+    let release = unlock_later(reader);
     let (upgraded, call, ()) = tokio::join!(upgradable.upgrade(), call, release);
     let (upgraded, entered) = (upgraded.unwrap(), call.expect("no wait for its owner").unwrap());
     assert_eq!(entered.fencing_token(), upgraded.fencing_token());
@@ -251,10 +252,7 @@ async fn an_upgrade_fails_while_its_owner_also_holds_a_shared_lock() {
     b.idle().await;
     // A shared lock of another owner only delays the upgrade.
     let upgradable = lock.upgradable_with(LockOptions::new().owner(&Owner::new())).await.unwrap();
-    let release = async {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        reader.unlock().await.unwrap();
-    };
+    let release = unlock_later(reader);
     let upgrade = tokio::time::timeout(Duration::from_secs(60), upgradable.upgrade());
     let (upgraded, ()) = tokio::join!(upgrade, release);
     assert_eq!(upgraded.unwrap().unwrap().mode(), ClaimMode::Exclusive);
@@ -272,10 +270,7 @@ async fn a_reader_does_not_join_a_shared_grant_while_its_owner_upgrades() {
         tokio::time::sleep(Duration::from_millis(10)).await;
         lock.read_with(options()).await
     };
-    let release = async {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        other_reader.unlock().await.unwrap();
-    };
+    let release = unlock_later(other_reader);
     let all = async { tokio::join!(upgradable.upgrade(), read, release) };
     let all = tokio::time::timeout(Duration::from_secs(60), all).await;
     let (upgraded, entered, ()) = all.expect("no call waits for its owner");
